@@ -1,0 +1,1 @@
+"""The Starlette service in front of the queue."""

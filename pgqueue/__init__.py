@@ -1,0 +1,1 @@
+"""The queue: values, SQL, operations on a connection, the Python API, settings and the command line."""
