@@ -1,25 +1,21 @@
 """Alembic's environment: one migration at a time, all of it in one transaction."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from alembic import context
-from psycopg import errors
+from psycopg.errors import LockNotAvailable
 from sqlalchemy import Connection, NullPool, create_engine, text
 from sqlalchemy.exc import OperationalError
 
+from pgqueue import migrate
 from pgqueue.errors import InvalidSettings, PgQueueError
-from pgqueue.migrate import connect
 from pgqueue.settings import Settings
 
 SCHEMA = "pgqueue"
-TRIES = 5
-PAUSE = 2.0
 
 # The advisory lock comes before the timeout: whoever waits for another migration waits as long as that takes.
 ONE_AT_A_TIME = "SELECT pg_advisory_xact_lock(hashtextextended('pgqueue.migrate', 0))"
-LOCK_TIMEOUT = "SET LOCAL lock_timeout = '5s'"
+LOCK_TIMEOUT = f"SET LOCAL lock_timeout = '{migrate.LOCK_TIMEOUT}'"
 CREATE_SCHEMA = f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}"
 HAS_SCHEMA = f"SELECT to_regnamespace('{SCHEMA}') IS NOT NULL"
 HAS_CITUS = "SELECT EXISTS (SELECT FROM pg_extension WHERE extname = 'citus')"
@@ -48,7 +44,7 @@ def offline() -> None:
         context.run_migrations()
 
 
-def migrate(connection: Connection) -> None:
+def run(connection: Connection) -> None:
     connection.execute(text(ONE_AT_A_TIME))
     connection.execute(text(LOCK_TIMEOUT))
     if connection.scalar(text(HAS_CITUS)):
@@ -61,17 +57,6 @@ def migrate(connection: Connection) -> None:
         context.run_migrations()
 
 
-@contextmanager
-def lock_timeouts() -> Iterator[None]:
-    """Turn SQLAlchemy's wrapping of 55P03 back into the driver's own error."""
-    try:
-        yield
-    except OperationalError as error:
-        if isinstance(error.orig, errors.LockNotAvailable):
-            raise error.orig from None
-        raise
-
-
 def database_url() -> str:
     dsn: str | None = context.config.attributes.get("dsn") or Settings.from_env().database_url
     if dsn is None:
@@ -81,24 +66,26 @@ def database_url() -> str:
 
 def online() -> None:
     dsn = database_url()
-    engine = create_engine("postgresql+psycopg://", creator=lambda: connect(dsn), poolclass=NullPool)
-    for tries_left in reversed(range(TRIES)):
+    engine = create_engine("postgresql+psycopg://", creator=lambda: migrate.connect(dsn), poolclass=NullPool)
+    for tries_left in reversed(range(migrate.TRIES)):
         try:
-            with lock_timeouts(), engine.begin() as connection:
-                return migrate(connection)
-        except errors.LockNotAvailable:
-            if not tries_left:
-                with engine.connect() as connection:
-                    holders = connection.execute(text(HOLDERS)).all()
-                raise PgQueueError(
-                    "the migration did not get its locks; nothing was changed. Sessions that use pgqueue's tables:\n"
-                    + "\n".join(
-                        f"  pid {pid}, {user}, {name}, {state} for {age}: {query}"
-                        for pid, user, name, state, age, query in holders
-                    )
-                    + "\nStop them (SELECT pg_terminate_backend(pid)), then run: pgqueue migrate up"
-                ) from None
-            time.sleep(PAUSE)
+            with engine.begin() as connection:
+                return run(connection)
+        except OperationalError as error:
+            if not isinstance(error.orig, LockNotAvailable):
+                raise
+        if tries_left:
+            time.sleep(migrate.PAUSE)
+    with engine.connect() as connection:
+        holders = connection.execute(text(HOLDERS)).all()
+    lines = [
+        f"  pid {pid}, {user}, {name}, {state}, since {age}: {query}" for pid, user, name, state, age, query in holders
+    ]
+    raise PgQueueError(
+        "the migration did not get its locks, and nothing was changed. These sessions use pgqueue's tables:\n"
+        + "\n".join(lines or ["  (none any more)"])
+        + "\nWait for them or end them with pg_terminate_backend(pid), and try again"
+    )
 
 
 if context.is_offline_mode():

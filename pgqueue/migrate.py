@@ -10,6 +10,11 @@ import psycopg
 
 from pgqueue.errors import DatabaseUnavailable, PgQueueError, SchemaMismatch
 
+# A migration that waits for a lock makes everybody else wait behind it: better give way and try again.
+LOCK_TIMEOUT = "5s"
+TRIES = 5
+PAUSE = 2.0
+
 _VERSIONS = Path(__file__).parent / "migrations" / "versions"
 _HAS_TABLE = "SELECT to_regclass('pgqueue.alembic_version') IS NOT NULL"
 _CURRENT = "SELECT version_num FROM pgqueue.alembic_version"
@@ -90,6 +95,7 @@ def _run(command: str, revision: str, dsn: str | None, output_buffer: io.StringI
     from alembic import command as alembic
     from alembic.config import Config
     from alembic.util.exc import CommandError
+    from sqlalchemy.exc import DBAPIError
 
     config = Config(output_buffer=output_buffer) if output_buffer else Config()
     config.set_main_option("script_location", "pgqueue:migrations")
@@ -98,3 +104,6 @@ def _run(command: str, revision: str, dsn: str | None, output_buffer: io.StringI
         getattr(alembic, command)(config, revision, sql=dsn is None)
     except CommandError as error:
         raise PgQueueError(str(error)) from error
+    except DBAPIError as error:
+        kind = DatabaseUnavailable if error.connection_invalidated else PgQueueError
+        raise kind(f"the migration failed, and nothing was changed: {error.orig}".strip()) from error

@@ -147,7 +147,8 @@ def parse_dotenv(text: str, problems: list[str], name: str = ".env") -> dict[str
     """KEY=VALUE lines, with `export`, comments and quotes; a problem names the line and never shows its value."""
     line_form = re.compile(
         r"""(?:export\s+)?(?P<key>[A-Za-z_]\w*)\s*=\s*
-            (?: '(?P<single>[^']*)' | "(?P<double>(?:[^"\\]|\\.)*)" | (?P<plain>[^'"\#\s](?:[^\#]|(?<!\s)\#)*)? )
+            (?: '(?P<single>[^']*)' | "(?P<double>(?:[^"\\]|\\.)*)"
+              | (?P<plain>(?:[^'"\#\s]|(?<==)\#)(?:[^\#]|(?<!\s)\#)*)? )
             \s*(?:(?<=\s)\#.*)?""",
         re.VERBOSE,
     )

@@ -56,8 +56,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 def server(request: pytest.FixtureRequest) -> Iterator[PostgresServer]:
     """A PostgreSQL of its own, with the template database in it."""
     with tempfile.TemporaryDirectory(prefix="pgqueue-") as directory:
+        Path(directory).chmod(0o711)  # as root the server runs as another user, who must get in
         server = start_postgres(Path(directory), bin_dir=BIN_DIRS[request.param], fast=True)
         try:
+            # The user has the schema's name: "$user" would forgive statements that do not name the schema.
+            _execute(server.dsn, "ALTER ROLE CURRENT_USER SET search_path = public")
             _execute(server.dsn, f"CREATE DATABASE {TEMPLATE}")
             migrate.up(_database(server, TEMPLATE))
             yield server
