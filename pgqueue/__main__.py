@@ -1,0 +1,5 @@
+"""`python -m pgqueue`: the command line."""
+
+from pgqueue.cli import main
+
+main()
