@@ -11,6 +11,7 @@ how `conn`, an async autocommit connection, belongs to the loop of its test; a t
 
 import asyncio
 import inspect
+import signal
 import tempfile
 import time
 from collections.abc import Iterator
@@ -28,6 +29,11 @@ from pgqueue.embedded import PostgresServer, installed_postgres, start_postgres
 BIN_DIRS = {"pg18": None} | ({"pg15": found} if (found := installed_postgres(15)) else {})
 TEMPLATE = "pgqueue_template"
 _numbers = count(1)
+
+
+def pytest_configure() -> None:
+    # Whoever ends pytest, the servers must end, too.
+    signal.signal(signal.SIGTERM, lambda *_: pytest.exit("SIGTERM"))
 
 
 @pytest.fixture(autouse=True)
