@@ -11,6 +11,8 @@ how `conn`, an async autocommit connection, belongs to the loop of its test; a t
 
 import asyncio
 import inspect
+import os
+import shutil
 import signal
 import tempfile
 import time
@@ -61,7 +63,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 @pytest.fixture(scope="session", params=BIN_DIRS)
 def server(request: pytest.FixtureRequest) -> Iterator[PostgresServer]:
     """A PostgreSQL of its own, with the template database in it."""
-    with tempfile.TemporaryDirectory(prefix="pgqueue-") as directory:
+    with tempfile.TemporaryDirectory(prefix="pgqueue-", dir=_ram_disk()) as directory:
         Path(directory).chmod(0o711)  # as root the server runs as another user, who must get in
         server = start_postgres(Path(directory), bin_dir=BIN_DIRS[request.param], fast=True)
         try:
@@ -92,6 +94,13 @@ def conn(dsn: str, runner: asyncio.Runner) -> Iterator[psycopg.AsyncConnection]:
     connection = runner.run(psycopg.AsyncConnection.connect(dsn, autocommit=True))
     yield connection
     runner.run(connection.close())
+
+
+def _ram_disk() -> Path | None:
+    """A database is cloned there in 20 ms, on a disk in 400; containers often have one that is too small."""
+    place = Path("/dev/shm")
+    fits = place.is_dir() and os.access(place, os.W_OK) and shutil.disk_usage(place).free > 4 * 2**30
+    return place if fits else None
 
 
 def _clone(server: PostgresServer, template: str) -> Iterator[str]:
