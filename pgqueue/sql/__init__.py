@@ -1,7 +1,7 @@
 """The private statements, one a file, loaded once: `SQL.claim` is the text of claim.sql."""
 
 from importlib import resources
-from typing import LiteralString, cast
+from typing import LiteralString
 
 
 class Statements:
@@ -17,7 +17,7 @@ class Statements:
     def __getattr__(self, name: str) -> LiteralString:
         try:
             # The files are part of this package: no text from outside ever gets here.
-            return cast(LiteralString, self._texts[name])
+            return self._texts[name]  # type: ignore[return-value,unused-ignore]
         except KeyError:
             raise AttributeError(f"there is no {name}.sql in pgqueue/sql") from None
 

@@ -1,0 +1,754 @@
+-- The queue: tables, rules, triggers, functions, views and roles.
+-- A statement ends with a semicolon before an empty line; each is executed on its own.
+
+CREATE TYPE pgqueue.status AS ENUM ('scheduled', 'pending', 'running', 'completed', 'failed', 'cancelled');
+
+CREATE SEQUENCE pgqueue.job_ids;
+
+CREATE SEQUENCE pgqueue.attempt_ids;
+
+-- Readiness order. CACHE 1: a cached value would be handed out below the floors of others.
+CREATE SEQUENCE pgqueue.ready CACHE 1;
+
+CREATE TABLE pgqueue.jobs (
+    id                  bigint          NOT NULL DEFAULT nextval('pgqueue.job_ids'),
+    queue               text            NOT NULL DEFAULT 'default',
+    type                text            NOT NULL,
+    name                text,
+    payload             jsonb           NOT NULL DEFAULT '{}',
+    status              pgqueue.status  NOT NULL DEFAULT 'pending',
+    parked              boolean         NOT NULL DEFAULT false,
+    priority            integer         NOT NULL DEFAULT 0,
+    seq                 bigint          NOT NULL DEFAULT nextval('pgqueue.ready'),
+    run_at              timestamptz     NOT NULL DEFAULT now(),
+    thread_demand       integer         NOT NULL DEFAULT 1,
+    timeout             interval,
+    max_attempts        integer         NOT NULL DEFAULT 5,
+    attempt             integer         NOT NULL DEFAULT 0,
+    lost                integer         NOT NULL DEFAULT 0,
+    idempotency_key     text,
+    tags                text[]          NOT NULL DEFAULT '{}',
+    created_at          timestamptz     NOT NULL DEFAULT now(),
+    worker_id           uuid,
+    lease_token         uuid,
+    threads_used        integer,
+    started_at          timestamptz,
+    cancel_requested_at timestamptz,
+    progress            jsonb,
+    finished_at         timestamptz,
+    result              jsonb,
+    reason              text,
+    error_type          text,
+    error               text
+) PARTITION BY LIST (status);
+
+COMMENT ON TABLE pgqueue.jobs IS 'Every job. Insert here: (type, payload) is enough.';
+
+COMMENT ON COLUMN pgqueue.jobs.parked IS 'Pending, but the worker that met it cannot run it: it waits for one that knows its type and has its threads.';
+
+COMMENT ON COLUMN pgqueue.jobs.seq IS 'Place in readiness order, taken anew each time the job becomes ready.';
+
+COMMENT ON COLUMN pgqueue.jobs.attempt IS 'Attempts that the handler ended, well or badly.';
+
+COMMENT ON COLUMN pgqueue.jobs.lost IS 'Attempts that ended because the worker died.';
+
+-- Small and hot: scheduled, pending, running.
+CREATE TABLE pgqueue.jobs_live PARTITION OF pgqueue.jobs (
+    PRIMARY KEY (id),
+    CONSTRAINT running_has_a_lease CHECK ((status = 'running') = (lease_token IS NOT NULL AND worker_id IS NOT NULL))
+) FOR VALUES IN ('scheduled', 'pending', 'running')
+WITH (
+    fillfactor = 80,
+    autovacuum_vacuum_scale_factor = 0.02,
+    autovacuum_vacuum_threshold = 1000,
+    autovacuum_vacuum_insert_scale_factor = 0.2,
+    autovacuum_analyze_scale_factor = 0.05,
+    autovacuum_analyze_threshold = 5000,
+    autovacuum_vacuum_cost_delay = 0
+);
+
+-- The claim's index. A lane is one (queue, priority).
+CREATE INDEX jobs_live_pending ON pgqueue.jobs_live (queue, priority DESC, seq) WHERE status = 'pending' AND NOT parked;
+
+CREATE INDEX jobs_live_parked ON pgqueue.jobs_live (queue, type, priority DESC, seq) WHERE status = 'pending' AND parked;
+
+CREATE INDEX jobs_live_scheduled ON pgqueue.jobs_live (run_at, id) WHERE status = 'scheduled';
+
+CREATE INDEX jobs_live_running ON pgqueue.jobs_live (worker_id) WHERE status = 'running';
+
+CREATE INDEX jobs_live_cancelling ON pgqueue.jobs_live (worker_id) WHERE cancel_requested_at IS NOT NULL;
+
+-- The dead letter queue: never pruned by itself.
+CREATE TABLE pgqueue.jobs_failed PARTITION OF pgqueue.jobs (PRIMARY KEY (id)) FOR VALUES IN ('failed');
+
+CREATE INDEX jobs_failed_newest ON pgqueue.jobs_failed (finished_at DESC, id DESC);
+
+-- History: a partition a day, dropped whole when its time is over.
+CREATE TABLE pgqueue.jobs_finished PARTITION OF pgqueue.jobs (PRIMARY KEY (id, finished_at))
+    FOR VALUES IN ('completed', 'cancelled') PARTITION BY RANGE (finished_at);
+
+CREATE TABLE pgqueue.jobs_finished_default PARTITION OF pgqueue.jobs_finished DEFAULT;
+
+CREATE TABLE pgqueue.attempts (
+    id          bigint      NOT NULL DEFAULT nextval('pgqueue.attempt_ids'),
+    job_id      bigint      NOT NULL,
+    attempt     integer     NOT NULL,
+    outcome     text        NOT NULL,
+    reason      text        NOT NULL,
+    error_type  text,
+    error       text,
+    traceback   text,
+    worker_id   uuid,
+    started_at  timestamptz,
+    finished_at timestamptz NOT NULL DEFAULT statement_timestamp(),
+    PRIMARY KEY (job_id, id, finished_at)
+) PARTITION BY RANGE (finished_at);
+
+COMMENT ON TABLE pgqueue.attempts IS 'One row for every attempt that did not succeed.';
+
+CREATE TABLE pgqueue.attempts_default PARTITION OF pgqueue.attempts DEFAULT;
+
+CREATE TABLE pgqueue.workers (
+    id           uuid        PRIMARY KEY,
+    name         text        NOT NULL,
+    host         text        NOT NULL,
+    pid          integer     NOT NULL,
+    version      text        NOT NULL,
+    queues       text[],
+    types        text[],
+    threads      integer     NOT NULL,
+    threads_used integer     NOT NULL DEFAULT 0,
+    state        text        NOT NULL DEFAULT 'available' CHECK (state IN ('available', 'busy', 'unavailable')),
+    listening    boolean     NOT NULL DEFAULT false,
+    draining     boolean     NOT NULL DEFAULT false,
+    idle_since   timestamptz,
+    last_used_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    completed    bigint      NOT NULL DEFAULT 0,
+    failed       bigint      NOT NULL DEFAULT 0,
+    started_at   timestamptz NOT NULL DEFAULT now(),
+    heartbeat_at timestamptz NOT NULL DEFAULT now(),
+    expires_at   timestamptz NOT NULL,
+    stopped_at   timestamptz
+) WITH (fillfactor = 50, autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 200, autovacuum_vacuum_cost_delay = 0);
+
+COMMENT ON TABLE pgqueue.workers IS 'One row per start of a worker process. A lease lives as long as its worker: until expires_at.';
+
+COMMENT ON COLUMN pgqueue.workers.queues IS 'The queues that it serves; NULL is all of them.';
+
+COMMENT ON COLUMN pgqueue.workers.types IS 'The types that it knows; NULL is all of them.';
+
+CREATE TABLE pgqueue.queues (
+    name      text PRIMARY KEY,
+    paused_at timestamptz,
+    paused_by text,
+    reason    text
+);
+
+CREATE TABLE pgqueue.idempotency_keys (
+    key         text        PRIMARY KEY,
+    fingerprint bytea       NOT NULL,
+    job_id      bigint      NOT NULL,
+    result      jsonb,
+    created_at  timestamptz NOT NULL DEFAULT now(),
+    expires_at  timestamptz NOT NULL
+);
+
+CREATE INDEX idempotency_keys_expiry ON pgqueue.idempotency_keys (expires_at);
+
+CREATE TABLE pgqueue.audit (
+    id           bigint      GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+    at           timestamptz NOT NULL DEFAULT clock_timestamp(),
+    actor        text        NOT NULL,
+    db_user      text        NOT NULL DEFAULT session_user,
+    action       text        NOT NULL,
+    job_id       bigint,
+    queue        text,
+    reason       text,
+    detail       jsonb       NOT NULL DEFAULT '{}'
+);
+
+COMMENT ON TABLE pgqueue.audit IS 'What operators did. actor is who they say they are (SET pgqueue.actor), db_user is who PostgreSQL says they are.';
+
+CREATE INDEX audit_job ON pgqueue.audit (job_id) WHERE job_id IS NOT NULL;
+
+-- Switches are rows, not DDL: turning one needs no lock on the tables that everybody uses.
+CREATE TABLE pgqueue.switches (
+    name    text    PRIMARY KEY,
+    enabled boolean NOT NULL
+);
+
+INSERT INTO pgqueue.switches (name, enabled) VALUES ('wake', true);
+
+-- The rules for what strangers insert. They stand in the WHEN of a trigger and not in CHECKs, because a CHECK is
+-- evaluated again by every claim and finish. The function runs only for a row that breaks one, and says which.
+CREATE FUNCTION pgqueue.refuse_job() RETURNS trigger LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    rule text[] := CASE
+        WHEN NEW.queue <> 'default' AND NEW.queue !~ '^[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,62}$'
+            THEN ARRAY['queue', 'must be 1 to 63 letters, digits or _.:/- and begin with a letter, digit or _']
+        WHEN char_length(NEW.type) NOT BETWEEN 1 AND 128 OR NEW.type ~ '[[:cntrl:]]'
+            THEN ARRAY['type', 'must be 1 to 128 characters without control characters']
+        WHEN NEW.priority NOT BETWEEN -1000 AND 1000
+            THEN ARRAY['priority', 'must be between -1000 and 1000 (higher runs first)']
+        WHEN NEW.run_at NOT BETWEEN '1970-01-01+00' AND '2999-12-31+00'
+            THEN ARRAY['run_at', 'must be a finite time between the years 1970 and 2999']
+        WHEN NEW.thread_demand NOT BETWEEN 1 AND 1024
+            THEN ARRAY['thread_demand', 'must be between 1 and 1024']
+        WHEN NEW.max_attempts NOT BETWEEN 1 AND 1000
+            THEN ARRAY['max_attempts', 'must be between 1 and 1000']
+        WHEN NEW.timeout NOT BETWEEN '1 millisecond' AND '365 days'
+            THEN ARRAY['timeout', 'must be between 1 millisecond and 365 days, or NULL for none']
+        WHEN char_length(NEW.idempotency_key) NOT BETWEEN 1 AND 255
+            THEN ARRAY['idempotency_key', 'must be 1 to 255 characters']
+        WHEN char_length(NEW.name) > 200
+            THEN ARRAY['name', 'must be at most 200 characters']
+        WHEN cardinality(NEW.tags) > 32 OR array_ndims(NEW.tags) > 1 OR array_position(NEW.tags, NULL) IS NOT NULL
+             OR octet_length(array_to_string(NEW.tags, '')) > 2048
+            THEN ARRAY['tags', 'must be a flat array of at most 32 texts, 2048 bytes together, without NULL']
+        WHEN NEW.status = 'running' OR NEW.attempt <> 0 OR NEW.worker_id IS NOT NULL
+            THEN ARRAY['status', 'is set by pgqueue: insert a job without status, attempt or lease columns']
+        ELSE ARRAY['payload', 'must be at most 1 MiB of JSON: store large data elsewhere and pass a reference']
+    END;
+BEGIN
+    RAISE EXCEPTION 'pgqueue.jobs: % %', rule[1], rule[2]
+        USING ERRCODE = 'check_violation', SCHEMA = 'pgqueue', TABLE = 'jobs', COLUMN = rule[1];
+END $$;
+
+-- The two size tests of payload: the cheap one first, the exact one only for rows that are large or compressed.
+CREATE TRIGGER a_rules BEFORE INSERT OR UPDATE OF
+    queue, type, name, payload, priority, run_at, thread_demand, timeout, max_attempts, idempotency_key, tags
+ON pgqueue.jobs_live FOR EACH ROW WHEN (
+    NEW.queue <> 'default' AND NEW.queue !~ '^[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,62}$'
+    OR char_length(NEW.type) NOT BETWEEN 1 AND 128
+    OR NEW.type ~ '[[:cntrl:]]'
+    OR NEW.priority NOT BETWEEN -1000 AND 1000
+    OR NEW.run_at NOT BETWEEN '1970-01-01+00' AND '2999-12-31+00'
+    OR NEW.thread_demand NOT BETWEEN 1 AND 1024
+    OR NEW.max_attempts NOT BETWEEN 1 AND 1000
+    OR NEW.timeout NOT BETWEEN '1 millisecond' AND '365 days'
+    OR char_length(NEW.idempotency_key) NOT BETWEEN 1 AND 255
+    OR char_length(NEW.name) > 200
+    OR NEW.tags <> '{}' AND (
+        cardinality(NEW.tags) > 32 OR array_ndims(NEW.tags) > 1 OR array_position(NEW.tags, NULL) IS NOT NULL
+        OR octet_length(array_to_string(NEW.tags, '')) > 2048)
+    OR pg_column_size(NEW.payload) > 8000 AND octet_length(NEW.payload::text) > 1048576
+) EXECUTE FUNCTION pgqueue.refuse_job();
+
+CREATE TRIGGER a_rules_status BEFORE INSERT ON pgqueue.jobs_live FOR EACH ROW
+    WHEN (NEW.status = 'running' OR NEW.attempt <> 0 OR NEW.worker_id IS NOT NULL)
+    EXECUTE FUNCTION pgqueue.refuse_job();
+
+CREATE FUNCTION pgqueue.schedule_job() RETURNS trigger LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    NEW.status := 'scheduled';
+    RETURN NEW;
+END $$;
+
+CREATE TRIGGER b_schedule BEFORE INSERT ON pgqueue.jobs_live FOR EACH ROW
+    WHEN (NEW.status = 'pending' AND NEW.run_at > statement_timestamp())
+    EXECUTE FUNCTION pgqueue.schedule_job();
+
+CREATE FUNCTION pgqueue.fingerprint(type text, payload jsonb) RETURNS bytea LANGUAGE sql IMMUTABLE
+    SET search_path = pg_catalog, pg_temp
+    RETURN sha256(convert_to(type || E'\n' || payload::text, 'UTF8'));
+
+-- Takes a key for a job, unless a live one has it. A key lives until it expires and its job has finished.
+CREATE FUNCTION pgqueue.take_key(key text, fingerprint bytea, job_id bigint, ttl interval) RETURNS boolean
+    LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    INSERT INTO pgqueue.idempotency_keys AS k (key, fingerprint, job_id, expires_at)
+    VALUES (take_key.key, take_key.fingerprint, take_key.job_id, clock_timestamp() + take_key.ttl)
+    ON CONFLICT ON CONSTRAINT idempotency_keys_pkey DO UPDATE
+        SET fingerprint = excluded.fingerprint, job_id = excluded.job_id, expires_at = excluded.expires_at,
+            created_at = excluded.created_at, result = NULL
+        WHERE k.job_id <> excluded.job_id AND k.expires_at <= clock_timestamp()
+          AND NOT EXISTS (SELECT FROM pgqueue.jobs_live j WHERE j.id = k.job_id);
+    RETURN FOUND OR EXISTS (
+        SELECT FROM pgqueue.idempotency_keys k WHERE k.key = take_key.key AND k.job_id = take_key.job_id);
+END $$;
+
+CREATE FUNCTION pgqueue.keep_key() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    IF NOT pgqueue.take_key(NEW.idempotency_key, pgqueue.fingerprint(NEW.type, NEW.payload), NEW.id, '24 hours') THEN
+        RAISE EXCEPTION 'pgqueue.jobs: idempotency_key "%" belongs to another job', NEW.idempotency_key
+            USING ERRCODE = 'unique_violation', SCHEMA = 'pgqueue', TABLE = 'jobs', COLUMN = 'idempotency_key',
+                  CONSTRAINT = 'idempotency_keys_pkey',
+                  HINT = 'SELECT * FROM pgqueue.add_job(...) answers with the first job instead.';
+    END IF;
+    RETURN NEW;
+END $$;
+
+CREATE TRIGGER c_key BEFORE INSERT ON pgqueue.jobs_live FOR EACH ROW WHEN (NEW.idempotency_key IS NOT NULL)
+    EXECUTE FUNCTION pgqueue.keep_key();
+
+-- Wakes, for each of these jobs, the idle worker that was used least recently and can run it; each worker once.
+-- A caller whose snapshot is older than this statement cannot see who is idle now, so it wakes without looking at that.
+CREATE FUNCTION pgqueue.wake(queues text[], types text[], demands integer[]) RETURNS void LANGUAGE sql SECURITY DEFINER
+    SET search_path = pg_catalog, pg_temp AS $$
+    SELECT pg_notify('pgqueue_' || chosen.id, '') FROM (
+        SELECT DISTINCT w.id
+        FROM (SELECT DISTINCT j.queue, j.type, j.demand FROM unnest(queues, types, demands) AS j(queue, type, demand)) j
+        CROSS JOIN LATERAL (
+            SELECT w.id FROM pgqueue.workers w
+            WHERE w.listening AND w.expires_at > clock_timestamp() AND w.state <> 'unavailable' AND NOT w.draining
+              AND (w.idle_since IS NOT NULL OR current_setting('transaction_isolation') <> 'read committed')
+              AND (w.queues IS NULL OR j.queue = ANY (w.queues))
+              AND (w.types IS NULL OR j.type = ANY (w.types))
+            ORDER BY (w.threads >= j.demand) DESC, w.last_used_at
+            LIMIT 1
+        ) w
+    ) chosen
+$$;
+
+-- The lock says "an enqueuer that may not have seen you idle is still at work": a worker that goes to sleep tries it.
+-- The queues are read into arrays before any other table is looked at.
+CREATE FUNCTION pgqueue.wake_for_inserted() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    queues text[];
+    types text[];
+    demands integer[];
+BEGIN
+    -- A job that is due soon counts: who sleeps must look again when to get up.
+    SELECT array_agg(j.queue), array_agg(j.type), array_agg(j.demand) INTO queues, types, demands
+    FROM (SELECT n.queue, n.type, max(n.thread_demand) AS demand FROM inserted n
+          WHERE n.status = 'pending' OR n.status = 'scheduled' AND n.run_at < clock_timestamp() + interval '2 seconds'
+          GROUP BY n.queue, n.type LIMIT 100) j;
+    IF queues IS NULL OR NOT (SELECT s.enabled FROM pgqueue.switches s WHERE s.name = 'wake') THEN
+        RETURN NULL;
+    END IF;
+    PERFORM pg_advisory_xact_lock_shared(1885827429, 1);
+    PERFORM pgqueue.wake(queues, types, demands);
+    RETURN NULL;
+END $$;
+
+CREATE TRIGGER wake AFTER INSERT ON pgqueue.jobs REFERENCING NEW TABLE AS inserted FOR EACH STATEMENT
+    EXECUTE FUNCTION pgqueue.wake_for_inserted();
+
+CREATE FUNCTION pgqueue.add_job(
+    type text, payload jsonb DEFAULT '{}', queue text DEFAULT 'default', priority integer DEFAULT 0,
+    delay interval DEFAULT NULL, run_at timestamptz DEFAULT NULL, thread_demand integer DEFAULT 1,
+    max_attempts integer DEFAULT 5, timeout interval DEFAULT NULL, idempotency_key text DEFAULT NULL,
+    key_ttl interval DEFAULT '24 hours', tags text[] DEFAULT '{}', name text DEFAULT NULL
+) RETURNS TABLE (id bigint, inserted boolean) LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path = pg_catalog, pg_temp AS $$
+#variable_conflict use_column
+DECLARE
+    new_id bigint := nextval('pgqueue.job_ids');
+    first_id bigint;
+    first_print bytea;
+    print bytea;
+BEGIN
+    IF add_job.idempotency_key IS NOT NULL THEN
+        IF char_length(add_job.idempotency_key) NOT BETWEEN 1 AND 255 THEN
+            RAISE EXCEPTION 'pgqueue.add_job: idempotency_key must be 1 to 255 characters'
+                USING ERRCODE = 'check_violation', COLUMN = 'idempotency_key';
+        END IF;
+        IF add_job.key_ttl IS NULL OR add_job.key_ttl NOT BETWEEN '1 second' AND '365 days' THEN
+            RAISE EXCEPTION 'pgqueue.add_job: key_ttl must be between 1 second and 365 days'
+                USING ERRCODE = 'check_violation', COLUMN = 'key_ttl';
+        END IF;
+        print := pgqueue.fingerprint(add_job.type, add_job.payload);
+        IF NOT pgqueue.take_key(add_job.idempotency_key, print, new_id, add_job.key_ttl) THEN
+            SELECT k.job_id, k.fingerprint INTO first_id, first_print
+            FROM pgqueue.idempotency_keys k WHERE k.key = add_job.idempotency_key;
+            IF first_print <> print THEN
+                RAISE EXCEPTION 'pgqueue.add_job: idempotency_key "%" belongs to job %, which has another type or payload',
+                    add_job.idempotency_key, first_id
+                    USING ERRCODE = 'PQ002', HINT = 'A key names one request: use another key for another request.';
+            END IF;
+            RETURN QUERY SELECT first_id, false;
+            RETURN;
+        END IF;
+    END IF;
+    IF add_job.delay IS NOT NULL AND add_job.run_at IS NOT NULL THEN
+        RAISE EXCEPTION 'pgqueue.add_job: give delay or run_at, not both' USING ERRCODE = 'check_violation', COLUMN = 'delay';
+    END IF;
+    INSERT INTO pgqueue.jobs (id, type, payload, queue, priority, run_at, thread_demand, max_attempts, timeout,
+                              idempotency_key, tags, name)
+    VALUES (new_id, add_job.type, add_job.payload, add_job.queue, add_job.priority,
+            coalesce(add_job.run_at, statement_timestamp() + add_job.delay, now()), add_job.thread_demand,
+            add_job.max_attempts, add_job.timeout, add_job.idempotency_key, add_job.tags, add_job.name);
+    RETURN QUERY SELECT new_id, true;
+END $$;
+
+CREATE FUNCTION pgqueue.write_audit(action text, job_id bigint, queue text, reason text, detail jsonb DEFAULT '{}')
+    RETURNS void LANGUAGE sql SET search_path = pg_catalog, pg_temp AS $$
+    INSERT INTO pgqueue.audit (actor, action, job_id, queue, reason, detail)
+    VALUES (coalesce(nullif(current_setting('pgqueue.actor', true), ''), session_user), action, job_id, queue, reason, detail)
+$$;
+
+CREATE FUNCTION pgqueue.refuse_status(job_id bigint, verb text, allowed text) RETURNS void LANGUAGE plpgsql
+    SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    present pgqueue.status := (SELECT j.status FROM pgqueue.jobs j WHERE j.id = job_id);
+BEGIN
+    IF present IS NULL THEN
+        RAISE EXCEPTION 'job % does not exist', job_id USING ERRCODE = 'PQ004';
+    END IF;
+    RAISE EXCEPTION 'job % is %: only a % job can be %', job_id, present, allowed, verb USING ERRCODE = 'PQ003';
+END $$;
+
+-- scheduled, pending -> cancelled at once; a running job is asked to stop, and its worker ends it.
+CREATE FUNCTION pgqueue.cancel_job(job_id bigint, reason text DEFAULT NULL) RETURNS pgqueue.status
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    job pgqueue.jobs_live;
+BEGIN
+    SELECT * INTO job FROM pgqueue.jobs_live j WHERE j.id = cancel_job.job_id FOR UPDATE;
+    IF NOT FOUND THEN
+        PERFORM pgqueue.refuse_status(cancel_job.job_id, 'cancelled', 'scheduled, pending or running');
+    END IF;
+    IF job.status = 'running' THEN
+        UPDATE pgqueue.jobs_live j SET cancel_requested_at = coalesce(j.cancel_requested_at, statement_timestamp())
+        WHERE j.id = job.id;
+        PERFORM pg_notify('pgqueue_' || job.worker_id, 'cancel');
+    ELSE
+        DELETE FROM pgqueue.jobs_live j WHERE j.id = job.id;
+        job.status := 'cancelled';
+        job.parked := false;
+        job.reason := 'cancelled';
+        job.error := cancel_job.reason;
+        job.finished_at := statement_timestamp();
+        INSERT INTO pgqueue.jobs_finished SELECT job.*;
+    END IF;
+    PERFORM pgqueue.write_audit('cancel', job.id, job.queue, cancel_job.reason);
+    RETURN job.status;
+END $$;
+
+-- failed, cancelled -> pending with fresh budgets; scheduled -> pending now. The id and the attempts stay.
+CREATE FUNCTION pgqueue.retry_job(job_id bigint, reason text DEFAULT NULL) RETURNS pgqueue.status
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    job pgqueue.jobs;
+    was pgqueue.status;
+BEGIN
+    UPDATE pgqueue.jobs_live j SET status = 'pending', seq = nextval('pgqueue.ready'), run_at = statement_timestamp()
+    WHERE j.id = retry_job.job_id AND j.status = 'scheduled' RETURNING * INTO job;
+    was := 'scheduled';
+    IF NOT FOUND THEN
+        DELETE FROM pgqueue.jobs j WHERE j.id = retry_job.job_id AND j.status IN ('failed', 'cancelled')
+        RETURNING * INTO job;
+        IF NOT FOUND THEN
+            PERFORM pgqueue.refuse_status(retry_job.job_id, 'retried', 'failed, cancelled or scheduled');
+        END IF;
+        was := job.status;
+        INSERT INTO pgqueue.jobs_live (id, queue, type, name, payload, priority, run_at, thread_demand, timeout,
+                                       max_attempts, idempotency_key, tags, created_at, progress)
+        VALUES (job.id, job.queue, job.type, job.name, job.payload, job.priority, statement_timestamp(), job.thread_demand,
+                job.timeout, job.max_attempts, job.idempotency_key, job.tags, job.created_at, job.progress);
+    END IF;
+    PERFORM pg_advisory_xact_lock_shared(1885827429, 1);
+    PERFORM pgqueue.wake(ARRAY[job.queue], ARRAY[job.type], ARRAY[job.thread_demand]);
+    PERFORM pgqueue.write_audit('retry', job.id, job.queue, retry_job.reason, jsonb_build_object('was', was));
+    RETURN 'pending';
+END $$;
+
+-- Changes what a waiting or failed job will do. The rules for inserted rows hold here too.
+CREATE FUNCTION pgqueue.edit_job(job_id bigint, changes jsonb, reason text DEFAULT NULL) RETURNS void
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    old pgqueue.jobs;
+    new pgqueue.jobs;
+    field text;
+BEGIN
+    FOR field IN SELECT jsonb_object_keys(edit_job.changes) LOOP
+        IF field NOT IN ('payload', 'queue', 'priority', 'run_at', 'thread_demand', 'timeout', 'max_attempts', 'tags', 'name') THEN
+            RAISE EXCEPTION 'pgqueue.edit_job: % cannot be edited', field USING ERRCODE = 'check_violation', COLUMN = field,
+                HINT = 'Editable: payload, queue, priority, run_at, thread_demand, timeout, max_attempts, tags, name.';
+        END IF;
+    END LOOP;
+    SELECT * INTO old FROM pgqueue.jobs j
+    WHERE j.id = edit_job.job_id AND j.status IN ('scheduled', 'pending', 'failed') FOR UPDATE;
+    IF NOT FOUND THEN
+        PERFORM pgqueue.refuse_status(edit_job.job_id, 'edited', 'scheduled, pending or failed');
+    END IF;
+    new := jsonb_populate_record(old, edit_job.changes);
+    IF old.status = 'failed' THEN
+        UPDATE pgqueue.jobs_failed j SET payload = new.payload, queue = new.queue, priority = new.priority,
+            run_at = new.run_at, thread_demand = new.thread_demand, timeout = new.timeout, max_attempts = new.max_attempts,
+            tags = new.tags, name = new.name
+        WHERE j.id = old.id;
+    ELSE
+        -- A new place in line only when the lane or the due time changed.
+        UPDATE pgqueue.jobs_live j SET payload = new.payload, queue = new.queue, priority = new.priority,
+            run_at = new.run_at, thread_demand = new.thread_demand, timeout = new.timeout, max_attempts = new.max_attempts,
+            tags = new.tags, name = new.name, parked = false,
+            status = CASE WHEN new.run_at > statement_timestamp() THEN 'scheduled'::pgqueue.status ELSE 'pending' END,
+            seq = CASE WHEN (new.queue, new.priority, new.run_at) IS DISTINCT FROM (old.queue, old.priority, old.run_at)
+                       THEN nextval('pgqueue.ready') ELSE j.seq END
+        WHERE j.id = old.id;
+        PERFORM pg_advisory_xact_lock_shared(1885827429, 1);
+        PERFORM pgqueue.wake(ARRAY[new.queue], ARRAY[new.type], ARRAY[new.thread_demand]);
+    END IF;
+    PERFORM pgqueue.write_audit('edit', old.id, old.queue, edit_job.reason,
+        jsonb_build_object('changes', edit_job.changes, 'was',
+            (SELECT jsonb_object_agg(k, to_jsonb(old) -> k) FROM jsonb_object_keys(edit_job.changes) k)));
+END $$;
+
+CREATE FUNCTION pgqueue.pause_queue(queue text, reason text DEFAULT NULL) RETURNS void
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    INSERT INTO pgqueue.queues AS q (name, paused_at, paused_by, reason)
+    VALUES (pause_queue.queue, clock_timestamp(), coalesce(nullif(current_setting('pgqueue.actor', true), ''), session_user),
+            pause_queue.reason)
+    ON CONFLICT (name) DO UPDATE SET paused_at = coalesce(q.paused_at, excluded.paused_at),
+        paused_by = excluded.paused_by, reason = excluded.reason;
+    PERFORM pgqueue.write_audit('pause', NULL, pause_queue.queue, pause_queue.reason);
+END $$;
+
+CREATE FUNCTION pgqueue.resume_queue(queue text, reason text DEFAULT NULL) RETURNS void
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    waiting pgqueue.jobs_live;
+BEGIN
+    UPDATE pgqueue.queues q SET paused_at = NULL, paused_by = NULL, reason = NULL WHERE q.name = resume_queue.queue;
+    SELECT * INTO waiting FROM pgqueue.jobs_live j
+    WHERE j.status = 'pending' AND NOT j.parked AND j.queue = resume_queue.queue ORDER BY j.priority DESC, j.seq LIMIT 1;
+    IF FOUND THEN
+        PERFORM pgqueue.wake(ARRAY[waiting.queue], ARRAY[waiting.type], ARRAY[waiting.thread_demand]);
+    END IF;
+    PERFORM pgqueue.write_audit('resume', NULL, resume_queue.queue, resume_queue.reason);
+END $$;
+
+-- Holds the job's row until the caller's transaction ends: between this and its commit nobody else can get the job.
+CREATE FUNCTION pgqueue.assert_lease(job_id bigint, lease_token uuid) RETURNS void
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    PERFORM FROM pgqueue.jobs_live j
+    WHERE j.id = assert_lease.job_id AND j.lease_token = assert_lease.lease_token AND j.status = 'running' FOR UPDATE;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'the lease on job % is lost', assert_lease.job_id USING ERRCODE = 'PQ001',
+            HINT = 'Another worker may have the job: roll back and do nothing more for it.';
+    END IF;
+END $$;
+
+CREATE FUNCTION pgqueue.backlog(queue text) RETURNS bigint LANGUAGE sql STABLE SECURITY DEFINER
+    SET search_path = pg_catalog, pg_temp AS $$
+    SELECT count(*) FROM pgqueue.jobs_live j WHERE j.queue = backlog.queue AND j.status IN ('pending', 'running')
+$$;
+
+-- Why is this job not running: one row a reason, the ones that hold it back first.
+CREATE FUNCTION pgqueue.why(job_id bigint) RETURNS TABLE (blocking boolean, reason text, detail text)
+    LANGUAGE plpgsql STABLE SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+#variable_conflict use_column
+DECLARE
+    job pgqueue.jobs;
+    owner pgqueue.workers;
+    paused pgqueue.queues;
+    live bigint;
+    serving bigint;
+    knowing bigint;
+    large bigint;
+    free bigint;
+    ahead bigint;
+BEGIN
+    SELECT * INTO job FROM pgqueue.jobs j WHERE j.id = why.job_id;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'job % does not exist', why.job_id USING ERRCODE = 'PQ004';
+    END IF;
+    IF job.status IN ('completed', 'failed', 'cancelled') THEN
+        RETURN QUERY SELECT true, job.status::text,
+            concat('it ended at ', date_trunc('second', job.finished_at), ': ' || job.reason, ': ' || job.error);
+        RETURN;
+    END IF;
+    IF job.status = 'running' THEN
+        SELECT * INTO owner FROM pgqueue.workers w WHERE w.id = job.worker_id;
+        IF owner.expires_at > clock_timestamp() AND owner.state <> 'unavailable' THEN
+            RETURN QUERY SELECT false, 'running', format('worker %s has it since %s', owner.name, date_trunc('second', job.started_at));
+        ELSE
+            RETURN QUERY SELECT true, 'worker_lost', format('its worker %s is gone; the next rescue makes it pending',
+                coalesce(owner.name, job.worker_id::text));
+        END IF;
+        RETURN;
+    END IF;
+    IF job.status = 'scheduled' THEN
+        RETURN QUERY SELECT true, 'not_due', format('due at %s, in %s%s', job.run_at,
+            greatest(date_trunc('second', job.run_at - clock_timestamp()), interval '0'),
+            CASE WHEN job.attempt > 0 THEN format(' (attempt %s of %s failed: %s)', job.attempt, job.max_attempts, job.error) END);
+    END IF;
+    SELECT * INTO paused FROM pgqueue.queues q WHERE q.name = job.queue AND q.paused_at IS NOT NULL;
+    IF FOUND THEN
+        RETURN QUERY SELECT true, 'paused', format('queue %s was paused by %s at %s%s: SELECT pgqueue.resume_queue(%L)', job.queue,
+            paused.paused_by, date_trunc('second', paused.paused_at), ' (' || paused.reason || ')', job.queue);
+    END IF;
+    SELECT count(*),
+           count(*) FILTER (WHERE w.queues IS NULL OR job.queue = ANY (w.queues)),
+           count(*) FILTER (WHERE (w.queues IS NULL OR job.queue = ANY (w.queues)) AND (w.types IS NULL OR job.type = ANY (w.types))),
+           count(*) FILTER (WHERE (w.queues IS NULL OR job.queue = ANY (w.queues)) AND (w.types IS NULL OR job.type = ANY (w.types))
+                              AND w.threads >= job.thread_demand),
+           count(*) FILTER (WHERE (w.queues IS NULL OR job.queue = ANY (w.queues)) AND (w.types IS NULL OR job.type = ANY (w.types))
+                              AND w.threads_used < w.threads)
+    INTO live, serving, knowing, large, free
+    FROM pgqueue.workers w WHERE w.expires_at > clock_timestamp() AND w.state <> 'unavailable' AND NOT w.draining;
+    IF live = 0 THEN
+        RETURN QUERY SELECT true, 'no_worker', 'no live worker: start one with "pgqueue worker"';
+    ELSIF serving = 0 THEN
+        RETURN QUERY SELECT true, 'no_worker_for_queue', format('none of %s live workers serves queue %s', live, job.queue);
+    ELSIF knowing = 0 THEN
+        RETURN QUERY SELECT true, 'no_worker_for_type', format('none of %s live workers of queue %s knows type %s', serving, job.queue, job.type);
+    ELSIF free = 0 THEN
+        RETURN QUERY SELECT true, 'workers_busy', format('all threads of %s live workers are in use', knowing);
+    END IF;
+    IF knowing > 0 AND large = 0 THEN
+        RETURN QUERY SELECT false, 'too_few_threads', format('no live worker has %s threads: it will run with one', job.thread_demand);
+    END IF;
+    IF job.status = 'pending' THEN
+        SELECT count(*) INTO ahead FROM (
+            SELECT FROM pgqueue.jobs_live j
+            WHERE j.status = 'pending' AND NOT j.parked AND j.queue = job.queue
+              AND (j.priority > job.priority OR j.priority = job.priority AND j.seq < job.seq)
+            LIMIT 10000) counted;
+        RETURN QUERY SELECT ahead > 0, 'ahead', CASE
+            WHEN ahead = 0 THEN 'it is the next of its queue'
+            ELSE format('%s%s jobs of queue %s are ahead of it', CASE WHEN ahead = 10000 THEN 'at least ' END, ahead, job.queue) END;
+    END IF;
+END $$;
+
+-- Makes the daily partitions from yesterday to `ahead` days from now. Rows that the default partition caught move along.
+CREATE FUNCTION pgqueue.make_partitions(ahead integer DEFAULT 7) RETURNS integer LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path = pg_catalog, pg_temp SET timezone = 'UTC' SET lock_timeout = '2s' AS $$
+DECLARE
+    parent text;
+    day date;
+    leaf text;
+    made integer := 0;
+BEGIN
+    IF NOT pg_try_advisory_xact_lock(1885827429, 2) THEN
+        RETURN 0;
+    END IF;
+    FOREACH parent IN ARRAY ARRAY['jobs_finished', 'attempts'] LOOP
+        FOR day IN SELECT generate_series(current_date - 1, current_date + ahead, interval '1 day') LOOP
+            leaf := parent || to_char(day, '_YYYYMMDD');
+            CONTINUE WHEN to_regclass(format('pgqueue.%I', leaf)) IS NOT NULL;
+            EXECUTE format('LOCK TABLE pgqueue.%I IN ACCESS EXCLUSIVE MODE', parent || '_default');
+            EXECUTE format('CREATE TABLE pgqueue.%I (LIKE pgqueue.%I INCLUDING DEFAULTS)', leaf, parent);
+            EXECUTE format('WITH moved AS (DELETE FROM pgqueue.%I WHERE finished_at >= %L AND finished_at < %L RETURNING *) '
+                           'INSERT INTO pgqueue.%I SELECT * FROM moved', parent || '_default', day, day + 1, leaf);
+            EXECUTE format('ALTER TABLE pgqueue.%I ATTACH PARTITION pgqueue.%I FOR VALUES FROM (%L) TO (%L)', parent, leaf, day, day + 1);
+            made := made + 1;
+        END LOOP;
+    END LOOP;
+    RETURN made;
+END $$;
+
+-- Drops the daily partitions that are older than `keep`; one that is in use is left for the next time.
+CREATE FUNCTION pgqueue.drop_partitions(keep interval) RETURNS integer LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path = pg_catalog, pg_temp SET timezone = 'UTC' SET lock_timeout = '500ms' AS $$
+DECLARE
+    leaf text;
+    dropped integer := 0;
+BEGIN
+    IF keep < interval '1 day' THEN
+        RAISE EXCEPTION 'pgqueue.drop_partitions: keep must be at least 1 day' USING ERRCODE = 'check_violation';
+    END IF;
+    IF NOT pg_try_advisory_xact_lock(1885827429, 2) THEN
+        RETURN 0;
+    END IF;
+    FOR leaf IN
+        SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
+        WHERE i.inhparent IN ('pgqueue.jobs_finished'::regclass, 'pgqueue.attempts'::regclass)
+          AND c.relname ~ '_[0-9]{8}$' AND to_date(right(c.relname, 8), 'YYYYMMDD') + 1 <= (now() - keep)::date
+        ORDER BY c.relname
+    LOOP
+        BEGIN
+            EXECUTE format('DROP TABLE pgqueue.%I', leaf);
+            dropped := dropped + 1;
+        EXCEPTION WHEN lock_not_available THEN
+            EXIT;
+        END;
+    END LOOP;
+    RETURN dropped;
+END $$;
+
+SELECT pgqueue.make_partitions();
+
+CREATE VIEW pgqueue.job_metrics AS
+SELECT id, queue, type, name, status, attempt, worker_id, threads_used AS worker_threads,
+       coalesce(started_at, finished_at) - created_at AS queue_time,
+       finished_at - coalesce(started_at, finished_at) AS execution_time,
+       finished_at - created_at AS total_time,
+       created_at, started_at, finished_at
+FROM pgqueue.jobs WHERE status IN ('completed', 'failed', 'cancelled');
+
+CREATE VIEW pgqueue.failed_jobs AS
+SELECT id, queue, type, name, payload, reason, error_type, error, attempt AS attempts, max_attempts, lost,
+       worker_id, created_at, started_at, finished_at AS failed_at
+FROM pgqueue.jobs_failed;
+
+CREATE VIEW pgqueue.leases AS
+SELECT j.id, j.queue, j.type, j.attempt + 1 AS attempt, j.worker_id, w.name AS worker, w.host, w.pid,
+       j.started_at AS lease_start, w.heartbeat_at, w.expires_at AS lease_until,
+       coalesce(w.expires_at <= clock_timestamp(), true) AS expired, j.cancel_requested_at
+FROM pgqueue.jobs_live j LEFT JOIN pgqueue.workers w ON w.id = j.worker_id
+WHERE j.status = 'running';
+
+CREATE VIEW pgqueue.queue_stats AS
+SELECT coalesce(s.queue, q.name) AS queue, q.paused_at IS NOT NULL AS paused, q.paused_by, q.reason AS paused_because,
+       coalesce(s.pending, 0) AS pending, coalesce(s.scheduled, 0) AS scheduled, coalesce(s.running, 0) AS running,
+       coalesce(s.failed, 0) AS failed, clock_timestamp() - s.oldest_pending AS oldest_wait
+FROM (
+    SELECT queue, count(*) FILTER (WHERE status = 'pending') AS pending, count(*) FILTER (WHERE status = 'scheduled') AS scheduled,
+           count(*) FILTER (WHERE status = 'running') AS running, count(*) FILTER (WHERE status = 'failed') AS failed,
+           min(run_at) FILTER (WHERE status = 'pending') AS oldest_pending
+    FROM pgqueue.jobs WHERE status IN ('scheduled', 'pending', 'running', 'failed') GROUP BY queue
+) s FULL JOIN pgqueue.queues q ON q.name = s.queue;
+
+CREATE VIEW pgqueue.worker_stats AS
+SELECT w.id, w.name, w.host, w.pid, w.version, w.state, w.queues, w.threads, w.threads_used, w.completed, w.failed,
+       (SELECT count(*) FROM pgqueue.jobs_live j WHERE j.worker_id = w.id AND j.status = 'running') AS running,
+       w.started_at, w.last_used_at, w.heartbeat_at, clock_timestamp() - w.heartbeat_at AS heartbeat_age, w.stopped_at
+FROM pgqueue.workers w;
+
+CREATE VIEW pgqueue.failure_groups AS
+SELECT type, reason, error_type, regexp_replace(left(error, 200), '[0-9]+', 'N', 'g') AS message, count(*) AS jobs,
+       min(finished_at) AS first_failed_at, max(finished_at) AS last_failed_at, max(id) AS latest_job_id
+FROM pgqueue.jobs_failed GROUP BY 1, 2, 3, 4;
+
+REVOKE ALL ON ALL FUNCTIONS IN SCHEMA pgqueue FROM PUBLIC;
+
+-- The roles are made here if this user may, and are granted what they need if they are there. They belong to the whole
+-- server, not to this database, so another database's migration may be making them at this very moment.
+DO $$
+DECLARE
+    role text;
+BEGIN
+    FOREACH role IN ARRAY ARRAY['pgqueue_producer', 'pgqueue_worker', 'pgqueue_auditor', 'pgqueue_operator'] LOOP
+        BEGIN
+            IF NOT EXISTS (SELECT FROM pg_roles WHERE rolname = role) THEN
+                EXECUTE format('CREATE ROLE %I NOLOGIN', role);
+            END IF;
+        EXCEPTION
+            WHEN duplicate_object OR unique_violation THEN NULL;
+            WHEN insufficient_privilege THEN
+                RAISE NOTICE 'pgqueue: this user may not create role %, so its grants are left out', role;
+        END;
+        CONTINUE WHEN NOT EXISTS (SELECT FROM pg_roles WHERE rolname = role);
+        EXECUTE format('GRANT USAGE ON SCHEMA pgqueue TO %I', role);
+        CASE role
+        WHEN 'pgqueue_producer' THEN
+            EXECUTE format('GRANT INSERT (type, payload, queue, priority, run_at, thread_demand, max_attempts, timeout, '
+                           'idempotency_key, tags, name), SELECT (id) ON pgqueue.jobs TO %I', role);
+            EXECUTE format('GRANT USAGE ON SEQUENCE pgqueue.job_ids, pgqueue.ready TO %I', role);
+            EXECUTE format('GRANT EXECUTE ON FUNCTION pgqueue.add_job, pgqueue.assert_lease TO %I', role);
+        WHEN 'pgqueue_worker' THEN
+            EXECUTE format('GRANT SELECT, INSERT, UPDATE, DELETE ON pgqueue.jobs, pgqueue.jobs_live, pgqueue.jobs_failed, '
+                           'pgqueue.jobs_finished, pgqueue.attempts, pgqueue.workers, pgqueue.idempotency_keys TO %I', role);
+            EXECUTE format('GRANT SELECT ON pgqueue.queues, pgqueue.switches, pgqueue.audit TO %I', role);
+            EXECUTE format('GRANT USAGE, SELECT ON SEQUENCE pgqueue.job_ids, pgqueue.ready, pgqueue.attempt_ids TO %I', role);
+            EXECUTE format('GRANT EXECUTE ON FUNCTION pgqueue.add_job, pgqueue.assert_lease, pgqueue.wake, pgqueue.backlog, '
+                           'pgqueue.why, pgqueue.make_partitions, pgqueue.drop_partitions TO %I', role);
+        WHEN 'pgqueue_auditor' THEN
+            EXECUTE format('GRANT SELECT ON ALL TABLES IN SCHEMA pgqueue TO %I', role);
+            EXECUTE format('GRANT EXECUTE ON FUNCTION pgqueue.why, pgqueue.backlog TO %I', role);
+        WHEN 'pgqueue_operator' THEN
+            EXECUTE format('GRANT SELECT ON ALL TABLES IN SCHEMA pgqueue TO %I', role);
+            EXECUTE format('GRANT EXECUTE ON FUNCTION pgqueue.why, pgqueue.backlog, pgqueue.cancel_job, pgqueue.retry_job, '
+                           'pgqueue.edit_job, pgqueue.pause_queue, pgqueue.resume_queue TO %I', role);
+        END CASE;
+        IF role <> 'pgqueue_producer' THEN
+            EXECUTE format('GRANT SELECT ON pgqueue.alembic_version TO %I', role);
+        END IF;
+    END LOOP;
+END $$;

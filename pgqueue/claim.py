@@ -1,0 +1,175 @@
+"""Claiming: lanes, floors and the sweep.
+
+A lane is one (queue, priority). Within a lane jobs stand in the order of `seq`, and new ones are always at its end,
+because a job takes a new `seq` each time it becomes ready. So a worker remembers for each lane the highest `seq` that
+it has claimed, its floor, and looks for more only from there on. Without floors, every claim would wade again through
+the index entries of jobs that are already done, and those cannot be cleaned away while anybody holds a snapshot open.
+
+Below a floor, a job can stand only if its transaction committed late or rolled back a claim. The sweep, which looks
+everywhere and without floors, finds those, and the lanes that the worker does not know yet. It runs when a claim comes
+back short and at least every second; a sweep that was not cheap has to wait until it is 5 % of the time at most.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, LiteralString, NamedTuple
+from uuid import UUID, uuid4
+
+from psycopg.rows import RowMaker
+
+from pgqueue.db import Connection
+from pgqueue.sql import SQL
+
+SWEEP_EVERY = 1.0
+CHEAP_SWEEP = 0.005
+SWEEP_SHARE = 0.05
+FORGET_LANE_AFTER = 60.0
+
+
+class Claimed(NamedTuple):
+    """A job in the hands of a worker, or (parked) one that this worker met and cannot run."""
+
+    id: int
+    queue: str
+    type: str
+    payload: str
+    """JSON text, decoded for each job alone: one that cannot be read must not take its neighbours along."""
+    priority: int
+    seq: int
+    thread_demand: int
+    timeout: float | None
+    max_attempts: int
+    attempt: int
+    lost: int
+    idempotency_key: str | None
+    parked: bool
+
+
+class Claim(NamedTuple):
+    """What one statement brought. The token was made before it was sent, so it is known even if the answer is lost."""
+
+    lease_token: UUID
+    jobs: list[Claimed]
+
+
+@dataclass(slots=True)
+class Claimant:
+    """Who claims, and what it can run."""
+
+    worker_id: UUID
+    queues: list[str] | None = None
+    """NULL in the database: all queues."""
+    types: list[str] | None = None
+    threads: int = 1
+    largest: int = 1
+    """The threads of the largest live worker: a job that wants more than that runs anywhere, with one."""
+
+
+@dataclass(slots=True)
+class Lanes:
+    """The lanes that this worker knows, with their floors."""
+
+    floors: dict[tuple[str, int], int] = field(default_factory=dict)
+    seen: dict[tuple[str, int], float] = field(default_factory=dict)
+    turn: int = 0
+    next_sweep: float = 0.0
+    """Not before this, unless it is cheap."""
+    last_sweep: float = 0.0
+    sweep_cost: float = 0.0
+
+    def learn(self, jobs: Sequence[Claimed], now: float) -> None:
+        for job in jobs:
+            lane = (job.queue, job.priority)
+            if job.seq > self.floors.get(lane, -1):
+                self.floors[lane] = job.seq
+            self.seen[lane] = now
+
+    def forget(self, now: float) -> None:
+        for lane in [lane for lane, seen in self.seen.items() if now - seen > FORGET_LANE_AFTER]:
+            del self.floors[lane], self.seen[lane]
+
+    def arrays(self) -> dict[str, Any]:
+        """Highest priority first; queues of the same priority take turns to be first."""
+        self.turn += 1
+        lanes = sorted(self.floors)
+        turn = self.turn % len(lanes) if lanes else 0
+        lanes = sorted(lanes[turn:] + lanes[:turn], key=lambda lane: -lane[1])
+        return {
+            "queues": [queue for queue, _ in lanes],
+            "priorities": [priority for _, priority in lanes],
+            "floors": [self.floors[lane] for lane in lanes],
+        }
+
+    def sweep_is_due(self, now: float) -> bool:
+        return now - self.last_sweep >= SWEEP_EVERY and self.may_sweep(now)
+
+    def may_sweep(self, now: float) -> bool:
+        return self.sweep_cost < CHEAP_SWEEP or now >= self.next_sweep
+
+    def swept(self, started: float, ended: float) -> None:
+        self.last_sweep = ended
+        self.sweep_cost = ended - started
+        self.next_sweep = ended + self.sweep_cost * (1 / SWEEP_SHARE - 1)
+        self.forget(ended)
+
+
+async def claim_next(conn: Connection, who: Claimant, lanes: Lanes, limit: int) -> list[Claim]:
+    """Up to `limit` jobs: from the known lanes, and from a sweep when those do not fill it or one is due."""
+    now = time.monotonic()
+    if lanes.sweep_is_due(now):
+        found = [await sweep(conn, who, lanes, limit)]
+    else:
+        found = [await claim(conn, who, lanes, limit)] if lanes.floors else []
+        if sum(len(one.jobs) for one in found) < limit and lanes.may_sweep(now):
+            found.append(await sweep(conn, who, lanes, limit - sum(len(one.jobs) for one in found)))
+    if not any(job for one in found for job in one.jobs if not job.parked):
+        found.append(await claim_parked(conn, who, limit))
+    return [one for one in found if one.jobs]
+
+
+async def claim(conn: Connection, who: Claimant, lanes: Lanes, limit: int) -> Claim:
+    taken = await take(conn, SQL.claim, who, limit, lanes.arrays())
+    lanes.learn(taken.jobs, time.monotonic())
+    return taken
+
+
+async def sweep(conn: Connection, who: Claimant, lanes: Lanes, limit: int) -> Claim:
+    started = time.monotonic()
+    taken = await take(conn, SQL.sweep, who, limit, {"queues": who.queues})
+    ended = time.monotonic()
+    lanes.learn(taken.jobs, ended)
+    lanes.swept(started, ended)
+    return taken
+
+
+async def claim_parked(conn: Connection, who: Claimant, limit: int) -> Claim:
+    return await take(conn, SQL.claim_parked, who, limit, {"queues": who.queues})
+
+
+async def take(conn: Connection, statement: LiteralString, who: Claimant, limit: int, lanes: dict[str, Any]) -> Claim:
+    token = uuid4()
+    cursor = conn.cursor(row_factory=claimed_row)
+    await cursor.execute(
+        statement,
+        {
+            **lanes,
+            "types": who.types,
+            "threads": who.threads,
+            "largest": who.largest,
+            "limit": limit,
+            "worker_id": who.worker_id,
+            "lease_token": token,
+        },
+        prepare=False,
+    )
+    jobs = await cursor.fetchall()
+    # RETURNING has no order of its own.
+    jobs.sort(key=lambda job: (-job.priority, job.seq))
+    return Claim(token, jobs)
+
+
+def claimed_row(_: Any) -> RowMaker[Claimed]:
+    return Claimed._make

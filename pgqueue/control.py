@@ -1,0 +1,41 @@
+"""What operators do: cancel, retry, edit, pause, resume. Each leaves an audit row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, LiteralString
+
+from pgqueue.db import Connection, acting_as, translated
+from pgqueue.job import Status
+from pgqueue.sql import SQL
+
+
+async def cancel_job(conn: Connection, id: int, *, actor: str | None = None, reason: str | None = None) -> Status:
+    """CANCELLED, or RUNNING when the handler has been asked to stop and its worker will end the job."""
+    return Status(await _act(conn, SQL.cancel_job, {"id": id, "reason": reason}, actor))
+
+
+async def retry_job(conn: Connection, id: int, *, actor: str | None = None, reason: str | None = None) -> Status:
+    return Status(await _act(conn, SQL.retry_job, {"id": id, "reason": reason}, actor))
+
+
+async def edit_job(
+    conn: Connection, id: int, changes: Mapping[str, Any], *, actor: str | None = None, reason: str | None = None
+) -> None:
+    await _act(conn, SQL.edit_job, {"id": id, "changes": json.dumps(changes), "reason": reason}, actor)
+
+
+async def pause_queue(conn: Connection, queue: str, *, actor: str | None = None, reason: str | None = None) -> None:
+    await _act(conn, SQL.pause_queue, {"queue": queue, "reason": reason}, actor)
+
+
+async def resume_queue(conn: Connection, queue: str, *, actor: str | None = None, reason: str | None = None) -> None:
+    await _act(conn, SQL.resume_queue, {"queue": queue, "reason": reason}, actor)
+
+
+async def _act(conn: Connection, statement: LiteralString, parameters: dict[str, Any], actor: str | None) -> Any:
+    with translated():
+        async with acting_as(conn, actor):
+            row = await (await conn.execute(statement, parameters, prepare=False)).fetchone()
+    return row[0] if row else None

@@ -1,0 +1,104 @@
+"""Connections, the retry of serialization failures, and the driver's errors as ours."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg import errors as pg
+from psycopg.rows import TupleRow
+
+from pgqueue.errors import (
+    DatabaseUnavailable,
+    InvalidJob,
+    JobNotFound,
+    KeyReused,
+    LeaseLost,
+    PgQueueError,
+    WrongStatus,
+)
+
+T = TypeVar("T")
+Connection = psycopg.AsyncConnection[TupleRow]
+
+# A dead peer is noticed in about 15 s even when nothing is sent.
+CONNECT: dict[str, Any] = {
+    "connect_timeout": 10,
+    "keepalives_idle": 5,
+    "keepalives_interval": 3,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 15000,
+}
+
+OURS: dict[str, type[PgQueueError]] = {
+    "PQ001": LeaseLost,
+    "PQ002": KeyReused,
+    "PQ003": WrongStatus,
+    "PQ004": JobNotFound,
+}
+
+
+async def connect(dsn: str, *, application_name: str = "pgqueue") -> Connection:
+    """A connection in autocommit. Statements are never prepared: their plans must fit the arguments of the moment,
+    and a transaction pooler between us and PostgreSQL must not matter."""
+    with translated():
+        return await psycopg.AsyncConnection.connect(
+            dsn, autocommit=True, prepare_threshold=None, application_name=application_name, **CONNECT
+        )
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Raises the driver's errors as ours; what is not ours to name stays as it is."""
+    try:
+        yield
+    except (pg.CheckViolation, pg.NotNullViolation, pg.UniqueViolation, pg.DataError) as error:
+        raise InvalidJob(error.diag.message_primary or str(error)) from error
+    except psycopg.Error as error:
+        if error.sqlstate in OURS:
+            raise OURS[error.sqlstate](error.diag.message_primary or str(error)) from error
+        if is_outage(error):
+            raise DatabaseUnavailable(str(error).strip() or type(error).__name__) from error
+        raise
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether the connection or the server is gone, rather than this statement wrong."""
+    if not isinstance(error, psycopg.Error):
+        return isinstance(error, DatabaseUnavailable | OSError)
+    state = error.sqlstate
+    if state is None:
+        # Raised by the driver itself: the connection broke, or it never came to be.
+        return isinstance(error, psycopg.OperationalError)
+    # 08 connection, 53 no resources, 57P shutdown, 25006 a standby: all of them pass.
+    return state[:2] in ("08", "53") or state[:3] == "57P" or state == "25006"
+
+
+async def retrying(operation: Callable[[], Awaitable[T]], *, attempts: int = 5) -> T:
+    """Runs it again, with jitter, when PostgreSQL could not serialize it (40001) or broke a deadlock (40P01)."""
+    for attempt in range(1, attempts + 1):
+        try:
+            return await operation()
+        except (pg.SerializationFailure, pg.DeadlockDetected):
+            if attempt == attempts:
+                raise
+            await asyncio.sleep(random.uniform(0, 0.01 * 2**attempt))
+    raise AssertionError("unreachable")
+
+
+@asynccontextmanager
+async def acting_as(conn: Connection, actor: str | None) -> AsyncIterator[None]:
+    """A transaction in which operator actions are written down under this name."""
+    async with conn.transaction():
+        if actor is not None:
+            await conn.execute("SELECT set_config('pgqueue.actor', %s, true)", [actor])
+        yield
+
+
+def array(values: Iterable[Any]) -> str:
+    """An array of numbers or UUIDs as PostgreSQL reads it, several times faster than the driver writes a list."""
+    return "{" + ",".join(map(str, values)) + "}"

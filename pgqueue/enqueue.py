@@ -1,0 +1,59 @@
+"""Adding jobs, one or many, on the caller's connection and in the caller's transaction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from pgqueue.db import Connection, translated
+from pgqueue.job import NewJob
+from pgqueue.sql import SQL
+
+
+class Added(NamedTuple):
+    id: int
+    inserted: bool
+    """False: the idempotency key was known, and this is the id of the first job."""
+
+
+async def add_job(conn: Connection, job: NewJob) -> Added:
+    with translated():
+        cursor = await conn.execute(SQL.add_job, asdict(job), prepare=False)
+        row = await cursor.fetchone()
+    assert row is not None
+    return Added(*row)
+
+
+async def add_jobs(conn: Connection, jobs: Sequence[NewJob]) -> list[Added]:
+    """All of them or none; the answers are in the order of the jobs."""
+    if not jobs:
+        return []
+    if any(job.idempotency_key is not None for job in jobs):
+        # A key may be known already, so each of these needs an answer of its own.
+        async with conn.transaction():
+            return [await add_job(conn, job) for job in jobs]
+    with translated():
+        cursor = await conn.execute(SQL.add_jobs, columns(jobs), prepare=False)
+        return [Added(id, True) for (id,) in await cursor.fetchall()]
+
+
+def columns(jobs: Sequence[NewJob]) -> dict[str, Any]:
+    return {
+        "types": [job.type for job in jobs],
+        "payloads": [job.payload for job in jobs],
+        "queues": [job.queue for job in jobs],
+        "priorities": [job.priority for job in jobs],
+        "delays": [job.delay for job in jobs],
+        "run_ats": [job.run_at for job in jobs],
+        "thread_demands": [job.thread_demand for job in jobs],
+        "max_attempts": [job.max_attempts for job in jobs],
+        "timeouts": [job.timeout for job in jobs],
+        # An array of arrays would have to be rectangular: each job's tags travel as the text of one array.
+        "tags": [array_of_texts(job.tags) for job in jobs],
+        "names": [job.name for job in jobs],
+    }
+
+
+def array_of_texts(texts: Sequence[str]) -> str:
+    return "{" + ",".join('"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"' for text in texts) + "}"

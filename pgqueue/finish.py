@@ -1,0 +1,179 @@
+"""Ending attempts in batches. Every write is fenced: it holds only while the job has the lease token of the claim.
+
+Each function answers with the ids that it ended. The others' leases are lost: somebody else has the job, or has ended
+it, and the result at hand must be dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, LiteralString, NamedTuple, TypeVar
+
+from psycopg import errors as pg
+
+from pgqueue.db import Connection, array, retrying
+from pgqueue.job import Lease
+from pgqueue.sql import SQL
+
+
+@dataclass(frozen=True, slots=True)
+class Ended(Lease):
+    """Times are this process's monotonic clock: the database makes instants of their ages."""
+
+    started: float
+    ended: float
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completed(Ended):
+    result: str | None
+    """JSON text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(Ended):
+    delay: float | None
+    """Seconds until the next attempt; None: no other attempt, whatever budget is left."""
+    reason: str
+    error_type: str
+    error: str
+    traceback: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled(Ended):
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snoozed(Lease):
+    delay: float
+
+
+class Fate(NamedTuple):
+    again: bool
+    delay: float | None
+
+
+Released = Lease
+L = TypeVar("L", bound=Lease)
+
+
+async def complete(conn: Connection, jobs: Sequence[Completed]) -> set[int]:
+    async def send(batch: Sequence[Completed]) -> set[int]:
+        results = None if all(job.result is None for job in batch) else [job.result for job in batch]
+        return await ids(conn, SQL.complete, {**ages(batch), "results": results})
+
+    return await isolating(send, jobs)
+
+
+async def fail(conn: Connection, jobs: Sequence[Failed]) -> dict[int, Fate]:
+    fates: dict[int, Fate] = {}
+
+    async def send(batch: Sequence[Failed]) -> set[int]:
+        parameters = {
+            **ages(batch),
+            "delays": [job.delay for job in batch],
+            "reasons": [job.reason for job in batch],
+            "error_types": [job.error_type for job in batch],
+            "errors": [job.error for job in batch],
+            "tracebacks": [job.traceback for job in batch],
+        }
+        cursor = await conn.execute(SQL.fail, parameters, prepare=False)
+        answered = {id: Fate(again, delay) for id, again, delay in await cursor.fetchall()}
+        fates.update(answered)
+        return set(answered)
+
+    await isolating(send, jobs)
+    return fates
+
+
+async def cancel(conn: Connection, jobs: Sequence[Cancelled]) -> set[int]:
+    async def send(batch: Sequence[Cancelled]) -> set[int]:
+        return await ids(conn, SQL.cancel, {**ages(batch), "errors": [job.error for job in batch]})
+
+    return await isolating(send, jobs)
+
+
+async def snooze(conn: Connection, jobs: Sequence[Snoozed]) -> set[int]:
+    async def send(batch: Sequence[Snoozed]) -> set[int]:
+        return await ids(conn, SQL.snooze, {**leases(batch), "delays": array(job.delay for job in batch)})
+
+    return await isolating(send, jobs)
+
+
+async def release(conn: Connection, jobs: Sequence[Released]) -> set[int]:
+    """Gives the jobs back at once and uncharged, and wakes somebody for them."""
+
+    async def send() -> list[Any]:
+        return await (await conn.execute(SQL.release, leases(jobs), prepare=False)).fetchall()
+
+    back = await retrying(send)
+    if back:
+        _, queues, types, demands = map(list, zip(*back, strict=True))
+        await conn.execute(SQL.wake, {"queues": queues, "types": types, "demands": demands}, prepare=False)
+    return {row[0] for row in back}
+
+
+async def start(conn: Connection, job: Lease, threads: int) -> bool:
+    """A job that was lost before says that it runs now: if the worker dies again, only it is charged."""
+    parameters = {"id": job.id, "lease_token": job.lease_token, "threads": threads}
+    return bool(await ids(conn, SQL.start, parameters))
+
+
+async def progress(conn: Connection, job: Lease, progress: str) -> bool:
+    parameters = {"id": job.id, "lease_token": job.lease_token, "progress": progress}
+    return bool(await ids(conn, SQL.progress, parameters))
+
+
+async def owned(conn: Connection, jobs: Sequence[Lease]) -> set[int]:
+    """Which leases still stand. It waits for commits that are under way: the way to resolve an unknown outcome."""
+    return await ids(conn, SQL.owned, leases(jobs))
+
+
+async def ended(conn: Connection, jobs: Sequence[Lease]) -> set[int]:
+    """Which jobs were ended under these very leases."""
+    return await ids(conn, SQL.ended, leases(jobs))
+
+
+async def isolating(send: Callable[[Sequence[L]], Awaitable[set[int]]], jobs: Sequence[L]) -> set[int]:
+    """One statement for all of them; if PostgreSQL cannot store some value, one each, so that only that job suffers."""
+    if not jobs:
+        return set()
+    try:
+        return await retrying(lambda: send(jobs))
+    except pg.DataError:
+        if len(jobs) == 1:
+            raise
+    done: set[int] = set()
+    unstorable: pg.DataError | None = None
+    for job in jobs:
+        try:
+            done |= await isolating(send, [job])
+        except pg.DataError as error:
+            unstorable = error
+    if unstorable is not None and not done:
+        raise unstorable
+    return done
+
+
+async def ids(conn: Connection, statement: LiteralString, parameters: dict[str, Any]) -> set[int]:
+    cursor = await conn.execute(statement, parameters, prepare=False)
+    return {id for (id,) in await cursor.fetchall()}
+
+
+def leases(jobs: Sequence[Lease]) -> dict[str, Any]:
+    return {"ids": array(job.id for job in jobs), "tokens": array(job.lease_token for job in jobs)}
+
+
+def ages(jobs: Sequence[Ended]) -> dict[str, Any]:
+    now = time.monotonic()
+    return {
+        **leases(jobs),
+        "threads": array(job.threads for job in jobs),
+        "started_ago": array(now - job.started for job in jobs),
+        "ended_ago": array(now - job.ended for job in jobs),
+    }

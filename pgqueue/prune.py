@@ -1,0 +1,32 @@
+"""History comes and goes by whole partitions; keys and worker rows go when their time is over."""
+
+from __future__ import annotations
+
+from psycopg import errors as pg
+
+from pgqueue.db import Connection
+from pgqueue.sql import SQL
+
+PARTITIONS_AHEAD = 7
+
+
+async def make_partitions(conn: Connection) -> int:
+    try:
+        return await _number(conn, SQL.make_partitions, {"ahead": PARTITIONS_AHEAD})
+    except (pg.LockNotAvailable, pg.DeadlockDetected):
+        # Somebody reads the history for long. There are days of partitions ahead: the next time will do.
+        return 0
+
+
+async def prune(conn: Connection, retention_days: int) -> int:
+    """How many partitions were dropped."""
+    dropped = await _number(conn, SQL.drop_partitions, {"days": retention_days})
+    await conn.execute(SQL.prune_keys, {"limit": 10_000}, prepare=False)
+    await conn.execute(SQL.prune_workers, prepare=False)
+    return dropped
+
+
+async def _number(conn: Connection, statement: str, parameters: dict[str, int]) -> int:
+    cursor = await conn.execute(statement.encode(), parameters, prepare=False)
+    row = await cursor.fetchone()
+    return row[0] if row else 0

@@ -1,0 +1,36 @@
+"""Jobs whose worker is gone become pending again. Every worker does it; no leader."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pgqueue.db import Connection, retrying
+from pgqueue.sql import SQL
+
+MAX_LOST = 3
+
+
+class Rescued(NamedTuple):
+    jobs: int
+    poisoned: int
+
+
+async def rescue(conn: Connection, limit: int = 500) -> Rescued:
+    """Marks dead workers unavailable and takes their jobs back, batch by batch until there are none."""
+    await retrying(lambda: conn.execute(SQL.expire_workers, prepare=False))
+    jobs = poisoned = 0
+    while True:
+        batch = await retrying(lambda: _batch(conn, limit))
+        jobs, poisoned = jobs + batch.jobs, poisoned + batch.poisoned
+        if batch.jobs < limit:
+            return Rescued(jobs, poisoned)
+
+
+async def _batch(conn: Connection, limit: int) -> Rescued:
+    cursor = await conn.execute(SQL.rescue, {"limit": limit, "max_lost": MAX_LOST}, prepare=False)
+    row = await cursor.fetchone()
+    assert row is not None
+    jobs, poisoned, queues, types, demands = row
+    if queues:
+        await conn.execute(SQL.wake, {"queues": queues, "types": types, "demands": demands}, prepare=False)
+    return Rescued(jobs, poisoned)

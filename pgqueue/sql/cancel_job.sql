@@ -1,0 +1,1 @@
+SELECT pgqueue.cancel_job(%(id)s, %(reason)s)

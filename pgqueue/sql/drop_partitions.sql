@@ -1,0 +1,1 @@
+SELECT pgqueue.drop_partitions(make_interval(days => %(days)s))

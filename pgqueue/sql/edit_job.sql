@@ -1,0 +1,1 @@
+SELECT pgqueue.edit_job(%(id)s, %(changes)s::jsonb, %(reason)s)

@@ -1,0 +1,13 @@
+-- Newest first, from before the id where the last page ended. The NULLs are known when it is planned, so they cost nothing.
+SELECT j.id, j.queue, j.type, j.name, j.payload::text, j.status, j.parked, j.priority, j.seq, j.run_at, j.thread_demand,
+       extract(epoch FROM j.timeout)::float8, j.max_attempts, j.attempt, j.lost, j.idempotency_key, j.tags, j.created_at,
+       j.worker_id, j.lease_token, j.threads_used, j.started_at, j.cancel_requested_at, j.progress::text, j.finished_at,
+       j.result::text, j.reason, j.error_type, j.error
+FROM pgqueue.jobs j
+WHERE (%(before)s::bigint IS NULL OR j.id < %(before)s::bigint)
+  AND (%(statuses)s::pgqueue.status[] IS NULL OR j.status = ANY (%(statuses)s::pgqueue.status[]))
+  AND (%(queue)s::text IS NULL OR j.queue = %(queue)s::text)
+  AND (%(type)s::text IS NULL OR j.type = %(type)s::text)
+  AND (%(tag)s::text IS NULL OR %(tag)s::text = ANY (j.tags))
+ORDER BY j.id DESC
+LIMIT %(limit)s

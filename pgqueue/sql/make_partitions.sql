@@ -1,0 +1,1 @@
+SELECT pgqueue.make_partitions(%(ahead)s)

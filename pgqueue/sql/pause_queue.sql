@@ -1,0 +1,1 @@
+SELECT pgqueue.pause_queue(%(queue)s, %(reason)s)

@@ -1,0 +1,55 @@
+-- running -> pending, when no live worker owns it; -> failed as poison after too many losses
+-- The gaps between the ids of the live workers hold exactly the jobs of all others, known or not.
+-- A job's first loss only makes it a suspect. Suspects run alone and say so (start.sql): only the one that ran is charged.
+WITH live AS MATERIALIZED (
+    SELECT w.id FROM pgqueue.workers w WHERE w.expires_at > statement_timestamp() AND w.stopped_at IS NULL
+), gap AS MATERIALIZED (
+    SELECT lag(b.id) OVER (ORDER BY b.id) AS low, b.id AS high
+    FROM (SELECT id FROM live
+          UNION ALL VALUES ('00000000-0000-0000-0000-000000000000'::uuid), ('ffffffff-ffff-ffff-ffff-ffffffffffff')) b
+), orphan AS MATERIALIZED (
+    SELECT o.* FROM gap g
+    CROSS JOIN LATERAL (
+        SELECT j.id FROM pgqueue.jobs_live j
+        WHERE j.status = 'running' AND j.worker_id > g.low AND j.worker_id < g.high
+        ORDER BY j.worker_id
+        LIMIT %(limit)s
+        FOR UPDATE SKIP LOCKED
+    ) o
+    WHERE g.low IS NOT NULL
+    LIMIT %(limit)s
+), judged AS MATERIALIZED (
+    SELECT j.id, j.worker_id, j.attempt + 1 AS attempt, j.started_at,
+           j.lost + (j.lost = 0 OR j.threads_used IS NOT NULL)::int AS lost,
+           CASE WHEN j.cancel_requested_at IS NOT NULL THEN 'cancelled'
+                WHEN j.lost + (j.lost = 0 OR j.threads_used IS NOT NULL)::int >= %(max_lost)s THEN 'failed'
+                ELSE 'retried' END AS outcome
+    FROM pgqueue.jobs_live j JOIN orphan o USING (id)
+), again AS (
+    UPDATE pgqueue.jobs_live j
+    SET status = 'pending', seq = nextval('pgqueue.ready'), lost = o.lost, worker_id = NULL, lease_token = NULL,
+        started_at = NULL, threads_used = NULL
+    FROM judged o WHERE j.id = o.id AND o.outcome = 'retried'
+    RETURNING j.queue, j.type, j.thread_demand
+), gone AS (
+    DELETE FROM pgqueue.jobs_live j USING judged o WHERE j.id = o.id AND o.outcome <> 'retried'
+    RETURNING j.*, o.outcome, o.lost AS losses
+), ended AS (
+    INSERT INTO pgqueue.jobs (id, queue, type, name, payload, status, priority, seq, run_at, thread_demand, timeout,
+        max_attempts, attempt, lost, idempotency_key, tags, created_at, worker_id, lease_token, threads_used, started_at,
+        cancel_requested_at, progress, finished_at, reason, error_type, error)
+    SELECT id, queue, type, name, payload, outcome::pgqueue.status, priority, seq, run_at, thread_demand, timeout,
+        max_attempts, attempt, losses, idempotency_key, tags, created_at, worker_id, lease_token, threads_used, started_at,
+        cancel_requested_at, progress, statement_timestamp(),
+        CASE outcome WHEN 'failed' THEN 'poison' ELSE 'cancelled' END,
+        CASE outcome WHEN 'failed' THEN 'WorkerLost' END,
+        CASE outcome WHEN 'failed' THEN format('%%s workers died while they ran this job', losses) END
+    FROM gone
+), history AS (
+    INSERT INTO pgqueue.attempts (job_id, attempt, outcome, reason, error_type, error, worker_id, started_at)
+    SELECT id, attempt, outcome, 'worker_lost', 'WorkerLost', 'the worker stopped sending heartbeats', worker_id, started_at
+    FROM judged
+)
+SELECT (SELECT count(*) FROM judged) AS rescued, (SELECT count(*) FROM judged WHERE outcome = 'failed') AS poisoned,
+       a.queues, a.types, a.demands
+FROM (SELECT array_agg(queue) AS queues, array_agg(type) AS types, array_agg(thread_demand) AS demands FROM again) a

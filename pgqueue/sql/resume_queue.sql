@@ -1,0 +1,1 @@
+SELECT pgqueue.resume_queue(%(queue)s, %(reason)s)

@@ -1,0 +1,1 @@
+SELECT pgqueue.retry_job(%(id)s, %(reason)s)

@@ -1,0 +1,14 @@
+-- running -> scheduled, uncharged
+WITH asked AS (
+    SELECT * FROM unnest(%(ids)s::bigint[], %(tokens)s::uuid[], %(delays)s::float8[]) AS a(id, lease_token, delay)
+), owned AS MATERIALIZED (
+    SELECT j.id, a.delay
+    FROM (SELECT * FROM asked ORDER BY id) a
+    CROSS JOIN LATERAL (
+        SELECT j.id FROM pgqueue.jobs_live j WHERE j.id = a.id AND j.lease_token = a.lease_token FOR UPDATE
+    ) j
+)
+UPDATE pgqueue.jobs_live j
+SET status = 'scheduled', run_at = statement_timestamp() + make_interval(secs => o.delay), worker_id = NULL, lease_token = NULL
+FROM owned o WHERE j.id = o.id
+RETURNING j.id

@@ -1,0 +1,1 @@
+SELECT pgqueue.wake(%(queues)s::text[], %(types)s::text[], %(demands)s::int[])

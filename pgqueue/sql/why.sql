@@ -1,0 +1,1 @@
+SELECT blocking, reason, detail FROM pgqueue.why(%(id)s)

@@ -1,0 +1,91 @@
+"""The registry of worker processes, their heartbeats, and the marks by which they are woken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+from uuid import UUID
+
+from pgqueue.db import Connection
+from pgqueue.job import Lease
+from pgqueue.sql import SQL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    id: UUID
+    name: str
+    host: str
+    pid: int
+    version: str
+    queues: list[str] | None
+    types: list[str] | None
+    threads: int
+    listening: bool
+    lease_timeout: float
+
+
+class Pulse(NamedTuple):
+    """What a heartbeat brings back."""
+
+    draining: bool
+    largest: int
+    """The threads of the largest live worker."""
+
+
+def channel(worker_id: UUID) -> str:
+    return f"pgqueue_{worker_id}"
+
+
+async def register(conn: Connection, worker: Worker) -> None:
+    await conn.execute(SQL.register_worker, asdict(worker), prepare=False)
+
+
+async def heartbeat(
+    conn: Connection, worker: Worker, *, threads_used: int, completed: int, failed: int, listening: bool
+) -> Pulse | None:
+    """None: this worker was retired and must not go on."""
+    cursor = await conn.execute(
+        SQL.heartbeat,
+        {
+            "id": worker.id,
+            "lease_timeout": worker.lease_timeout,
+            "threads_used": threads_used,
+            "completed": completed,
+            "failed": failed,
+            "listening": listening,
+        },
+        prepare=False,
+    )
+    row = await cursor.fetchone()
+    return Pulse(*row) if row else None
+
+
+async def retire(conn: Connection, worker_id: UUID, *, completed: int = 0, failed: int = 0) -> None:
+    await conn.execute(SQL.retire_worker, {"id": worker_id, "completed": completed, "failed": failed}, prepare=False)
+
+
+async def mark_idle(conn: Connection, worker_id: UUID) -> None:
+    await conn.execute(SQL.mark_idle, {"id": worker_id}, prepare=False)
+
+
+async def mark_busy(conn: Connection, worker_id: UUID) -> None:
+    await conn.execute(SQL.mark_busy, {"id": worker_id}, prepare=False)
+
+
+async def may_sleep(conn: Connection) -> bool:
+    """Whether nobody who may have seen this worker busy is still enqueuing. Ask after mark_idle, claim again, sleep."""
+    row = await (await conn.execute(SQL.may_sleep, prepare=False)).fetchone()
+    return bool(row and row[0])
+
+
+async def wake(conn: Connection, queues: Sequence[str], types: Sequence[str], demands: Sequence[int]) -> None:
+    parameters = {"queues": list(queues), "types": list(types), "demands": list(demands)}
+    await conn.execute(SQL.wake, parameters, prepare=False)
+
+
+async def cancellations(conn: Connection, worker_id: UUID) -> list[Lease]:
+    """The running jobs of this worker that somebody wants stopped."""
+    cursor = await conn.execute(SQL.cancellations, {"worker_id": worker_id}, prepare=False)
+    return [Lease(*row) for row in await cursor.fetchall()]
