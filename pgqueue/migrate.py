@@ -8,7 +8,8 @@ from typing import Any
 
 import psycopg
 
-from pgqueue.errors import DatabaseUnavailable, PgQueueError, SchemaMismatch
+from pgqueue.errors import DatabaseUnavailable, InvalidSettings, PgQueueError, SchemaMismatch
+from pgqueue.settings import mask
 
 # A migration that waits for a lock makes everybody else wait behind it: better give way and try again.
 LOCK_TIMEOUT = "5s"
@@ -57,6 +58,9 @@ def connect(dsn: str) -> psycopg.Connection:
         return psycopg.connect(dsn, connect_timeout=10, prepare_threshold=None, application_name="pgqueue migrate")
     except psycopg.OperationalError as error:
         raise DatabaseUnavailable(f"PostgreSQL does not answer: {' '.join(str(error).split())}") from error
+    except psycopg.ProgrammingError:
+        # libpq's own words would show the password.
+        raise InvalidSettings([f"DATABASE_URL={mask(dsn)}: PostgreSQL cannot read this URL"]) from None
 
 
 def up(dsn: str) -> None:

@@ -95,6 +95,14 @@ def test_an_unreachable_database_ends_with_7(tmp_path: Path, command: list[str])
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize("url", ["postgresql://u:s3cret@[::1/d", "postgresql://u:s3cret@h/d?nonsense=1"])
+def test_a_url_that_is_none_does_not_show_its_password(tmp_path: Path, url: str) -> None:
+    result = run("migrate", "up", cwd=tmp_path, DATABASE_URL=url)
+    assert result.returncode == 1
+    assert "DATABASE_URL=postgresql://u:***@" in result.stderr
+    assert "s3cret" not in result.stderr
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion(tmp_path: Path, shell: str) -> None:
     program = "import sys; sys.argv[0] = 'pgqueue'; from pgqueue.cli import main; main()"
