@@ -154,7 +154,7 @@ def _unprivileged() -> _Account:
 
 
 def _environment() -> dict[str, str]:
-    # A LANG that is not installed stops initdb and Valkey; PGDATA, PGPORT and the like would lead PostgreSQL astray.
+    # LANG may name a locale that is not installed, logs are searched for English, and PGDATA and the like mislead.
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PG", "LC_", "LANG"))}
     return kept | {"LC_ALL": "C"}
 
@@ -544,7 +544,8 @@ class PostgresServer(_Server):
 
     def _make_socket_dir(self) -> Path:
         place = self._home / "socket"
-        if len(os.fsencode(place / ".s.PGSQL.65535")) > LONGEST_SOCKET_PATH:
+        # A comma or a quote would make it a list of folders, here or in a client.
+        if len(os.fsencode(place / ".s.PGSQL.65535")) > LONGEST_SOCKET_PATH or set(str(place)) & set(",\"'"):
             noted = _notes(self._notes).get("socket_dir")
             if noted and Path(noted).is_dir():
                 return Path(noted)

