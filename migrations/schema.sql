@@ -872,6 +872,13 @@ CREATE VIEW pgqueue.queue_stats AS
           GROUP BY jobs.queue) s
      FULL JOIN pgqueue.queues q ON ((q.name = s.queue)));
 
+CREATE TABLE pgqueue.steps (
+    job_id bigint NOT NULL,
+    name text NOT NULL,
+    result jsonb,
+    created_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL
+);
+
 CREATE TABLE pgqueue.switches (
     name text NOT NULL,
     enabled boolean NOT NULL
@@ -939,6 +946,9 @@ ALTER TABLE ONLY pgqueue.jobs_live
 ALTER TABLE ONLY pgqueue.queues
     ADD CONSTRAINT queues_pkey PRIMARY KEY (name);
 
+ALTER TABLE ONLY pgqueue.steps
+    ADD CONSTRAINT steps_pkey PRIMARY KEY (job_id, name);
+
 ALTER TABLE ONLY pgqueue.switches
     ADD CONSTRAINT switches_pkey PRIMARY KEY (name);
 
@@ -960,6 +970,8 @@ CREATE INDEX jobs_live_pending ON pgqueue.jobs_live USING btree (queue, priority
 CREATE INDEX jobs_live_running ON pgqueue.jobs_live USING btree (worker_id) WHERE (status = 'running'::pgqueue.status);
 
 CREATE INDEX jobs_live_scheduled ON pgqueue.jobs_live USING btree (run_at, id) WHERE (status = 'scheduled'::pgqueue.status);
+
+CREATE INDEX steps_age ON pgqueue.steps USING btree (created_at);
 
 ALTER INDEX pgqueue.attempts_pkey ATTACH PARTITION pgqueue.attempts_default_pkey;
 
@@ -1130,6 +1142,10 @@ GRANT SELECT ON TABLE pgqueue.queues TO pgqueue_operator;
 
 GRANT SELECT ON TABLE pgqueue.queue_stats TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.queue_stats TO pgqueue_operator;
+
+GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.steps TO pgqueue_worker;
+GRANT SELECT ON TABLE pgqueue.steps TO pgqueue_auditor;
+GRANT SELECT ON TABLE pgqueue.steps TO pgqueue_operator;
 
 GRANT SELECT ON TABLE pgqueue.switches TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.switches TO pgqueue_auditor;

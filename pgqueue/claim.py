@@ -51,7 +51,7 @@ class Claimed(NamedTuple):
 class Claim(NamedTuple):
     """What one statement brought. The token was made before it was sent, so it is known even if the answer is lost."""
 
-    lease_token: UUID
+    lease_token: str
     jobs: list[Claimed]
 
 
@@ -150,7 +150,7 @@ async def claim_parked(conn: Connection, who: Claimant, limit: int) -> Claim:
 
 
 async def take(conn: Connection, statement: LiteralString, who: Claimant, limit: int, lanes: dict[str, Any]) -> Claim:
-    token = uuid4()
+    token = str(uuid4())
     cursor = conn.cursor(row_factory=claimed_row)
     await cursor.execute(
         statement,

@@ -18,7 +18,7 @@ from pgqueue.job import Lease
 from pgqueue.sql import SQL
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ended(Lease):
     """Times are this process's monotonic clock: the database makes instants of their ages."""
 
@@ -27,13 +27,13 @@ class Ended(Lease):
     threads: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Completed(Ended):
     result: str | None
     """JSON text."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Failed(Ended):
     delay: float | None
     """Seconds until the next attempt; None: no other attempt, whatever budget is left."""
@@ -43,12 +43,12 @@ class Failed(Ended):
     traceback: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Cancelled(Ended):
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Snoozed(Lease):
     delay: float
 

@@ -61,12 +61,13 @@ class NewJob:
     name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Lease:
     """The right to write to one running job, until somebody else claims it."""
 
     id: int
-    lease_token: UUID
+    lease_token: str
+    """The text of a UUID: it travels as text, thousands of times a second."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from typing import NamedTuple
 from uuid import UUID
 
@@ -32,6 +33,8 @@ class Pulse(NamedTuple):
     draining: bool
     largest: int
     """The threads of the largest live worker."""
+    notify_queue: float
+    """How full PostgreSQL's notification queue is, 0 to 1."""
 
 
 def channel(worker_id: UUID) -> str:
@@ -89,3 +92,23 @@ async def cancellations(conn: Connection, worker_id: UUID) -> list[Lease]:
     """The running jobs of this worker that somebody wants stopped."""
     cursor = await conn.execute(SQL.cancellations, {"worker_id": worker_id}, prepare=False)
     return [Lease(*row) for row in await cursor.fetchall()]
+
+
+async def claimed_by(conn: Connection, worker_id: UUID, age: float) -> list[Lease]:
+    """The leases that this worker has had for longer than `age` seconds."""
+    cursor = await conn.execute(SQL.claimed_by, {"worker_id": worker_id, "age": age}, prepare=False)
+    return [Lease(*row) for row in await cursor.fetchall()]
+
+
+class Tick(NamedTuple):
+    due_in: float | None
+    """Seconds until the next scheduled job is due."""
+    cancelled: list[int]
+    parked: bool
+
+
+async def tick(conn: Connection, worker_id: UUID, due_floor: datetime) -> Tick:
+    """All that a worker asks once a second, in one statement."""
+    row = await (await conn.execute(SQL.tick, {"worker_id": worker_id, "floor": due_floor}, prepare=False)).fetchone()
+    assert row is not None
+    return Tick(*row)

@@ -1,17 +1,17 @@
 """The queue itself."""
 
-import re
 from pathlib import Path
 
 from alembic import op
+
+from pgqueue.migrations.script import run
 
 revision = "r0001"
 down_revision = None
 
 
 def upgrade() -> None:
-    for statement in statements(Path(__file__).with_suffix(".sql").read_text(encoding="utf-8")):
-        op.execute(statement)
+    run(Path(__file__).with_suffix(".sql"))
 
 
 def downgrade() -> None:
@@ -29,9 +29,3 @@ def downgrade() -> None:
     )
     op.execute("DROP SEQUENCE pgqueue.job_ids, pgqueue.attempt_ids, pgqueue.ready")
     op.execute("DROP TYPE pgqueue.status")
-
-
-def statements(script: str) -> list[str]:
-    """A statement ends with a semicolon before an empty line."""
-    # A colon would be a parameter to SQLAlchemy's text().
-    return [part.replace(":", r"\:") for part in re.split(r";\s*\n(?=\n|\Z)", script) if part.strip()]

@@ -2,7 +2,7 @@
 
 import time
 from typing import Any
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 from pgqueue import claim, finish, workers
 from pgqueue.claim import Claimant, Claimed, Lanes
@@ -18,7 +18,7 @@ class MiniWorker:
         self.conn = conn
         self.who = Claimant(uuid4(), **{"threads": 8, "largest": 8} | what)
         self.lanes = Lanes()
-        self.tokens: dict[int, UUID] = {}
+        self.tokens: dict[int, str] = {}
 
     async def register(self, lease_timeout: float = 30, listening: bool = False) -> "MiniWorker":
         self.worker = workers.Worker(

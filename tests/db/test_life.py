@@ -107,7 +107,7 @@ async def test_every_owner_write_is_fenced(conn):
     [id] = await add(conn, NewJob(type="t"))
     worker = await MiniWorker(conn).register()
     [job] = await worker.claim()
-    stranger = Lease(id, uuid4())
+    stranger = Lease(id, str(uuid4()))
     worker.tokens[id] = stranger.lease_token
     now = time.monotonic()
     assert await worker.complete([job]) == set()

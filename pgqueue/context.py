@@ -1,0 +1,137 @@
+"""Context: what a handler knows of its job, and how it talks to its worker."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from pgqueue.outcome import JobAbandoned, JobCancelled, JobTimeout
+
+if TYPE_CHECKING:
+    from pgqueue.app import BoundJob, JobRef
+
+T = TypeVar("T")
+C = TypeVar("C")
+
+logger = logging.getLogger("pgqueue.job")
+
+
+class Host(Protocol):
+    """What the worker does for a handler."""
+
+    def report_progress(self, ctx: Context, progress: dict[str, Any]) -> None: ...
+    async def enqueue(self, ctx: Context, job: BoundJob[Any]) -> JobRef[Any]: ...
+    def enqueue_sync(self, ctx: Context, job: BoundJob[Any]) -> JobRef[Any]: ...
+    async def map_chunks(
+        self, ctx: Context, fn: Callable[[Sequence[C]], T], items: Sequence[C], executor: str
+    ) -> list[T]: ...
+    def map_chunks_sync(
+        self, ctx: Context, fn: Callable[[Sequence[C]], T], items: Sequence[C], executor: str
+    ) -> list[T]: ...
+
+
+class Context:
+    """One attempt of one job, seen by its handler. `async def` handlers await enqueue and map_chunks; `def` handlers,
+    which run in a thread or process of their own, call the same with _sync."""
+
+    __slots__ = (
+        "_host",
+        "_stop",
+        "attempt",
+        "id",
+        "idempotency_key",
+        "lease_token",
+        "max_attempts",
+        "payload",
+        "queue",
+        "started",
+        "threads",
+        "timeout",
+        "type",
+    )
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        id: int,
+        type: str,
+        queue: str,
+        attempt: int,
+        max_attempts: int,
+        timeout: float | None,
+        idempotency_key: str | None,
+        lease_token: str,
+        payload: Any,
+        threads: int,
+        started: float,
+    ) -> None:
+        self._host = host
+        self._stop: type_of_stop = None
+        self.id = id
+        self.type = type
+        self.queue = queue
+        self.attempt = attempt
+        """1 is the first."""
+        self.max_attempts = max_attempts
+        self.timeout = timeout
+        self.idempotency_key = idempotency_key or f"pgqueue:{id}"
+        """The same for every attempt of this job: hand it to services that take one."""
+        self.lease_token = lease_token
+        self.payload = payload
+        self.threads = threads
+        """The slots that this job has; map_chunks spreads over them."""
+        self.started = started
+
+    @property
+    def deadline(self) -> float | None:
+        """When the attempt times out, on the clock of time.monotonic()."""
+        return None if self.timeout is None else self.started + self.timeout
+
+    @property
+    def is_last_attempt(self) -> bool:
+        return self.attempt >= self.max_attempts
+
+    def remaining(self) -> float | None:
+        """Seconds until the deadline; None: there is none."""
+        return None if self.deadline is None else self.deadline - time.monotonic()
+
+    def check(self) -> None:
+        """Raises if the job should stop: it was cancelled, its time is over, or the worker stops or lost the lease.
+        A handler in a thread cannot be stopped in any other way, so call it in every loop."""
+        if self._stop is not None:
+            raise self._stop
+        if self.deadline is not None and time.monotonic() > self.deadline:
+            raise JobTimeout(f"the attempt ran over its timeout of {self.timeout:g} s")
+
+    def progress(self, done: float, total: float | None = None, message: str | None = None) -> None:
+        """Stored in the job's row; written at most once a second, so call it as often as you like."""
+        self._host.report_progress(self, {"done": done, "total": total, "message": message})
+
+    def log(self, message: str, **fields: Any) -> None:
+        """A line in the worker's log that carries the job's id."""
+        logger.info(message, extra={"fields": {"job": self.id, "type": self.type, **fields}})
+
+    async def enqueue(self, job: BoundJob[T]) -> JobRef[T]:
+        """Adds a job, unless the lease is lost: `await ctx.enqueue(other.bind(x=1))`."""
+        return await self._host.enqueue(self, job)
+
+    def enqueue_sync(self, job: BoundJob[T]) -> JobRef[T]:
+        return self._host.enqueue_sync(self, job)
+
+    async def map_chunks(
+        self, fn: Callable[[Sequence[C]], T], items: Sequence[C], *, executor: str = "process"
+    ) -> list[T]:
+        """Runs fn on as many chunks as the job has slots, at the same time, and returns what each returned, in order.
+        Finished chunks are kept: a retry does only the rest."""
+        return await self._host.map_chunks(self, fn, items, executor)
+
+    def map_chunks_sync(
+        self, fn: Callable[[Sequence[C]], T], items: Sequence[C], *, executor: str = "process"
+    ) -> list[T]:
+        return self._host.map_chunks_sync(self, fn, items, executor)
+
+
+type_of_stop = JobCancelled | JobTimeout | JobAbandoned | None

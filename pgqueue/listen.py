@@ -1,0 +1,85 @@
+"""LISTEN on a connection of its own, with a ping to itself and reconnection; only a hint, the poll finds the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from uuid import uuid4
+
+import psycopg
+from psycopg import sql
+
+from pgqueue.db import Connection, connect
+from pgqueue.errors import DatabaseUnavailable
+from pgqueue.log import say
+
+logger = logging.getLogger("pgqueue.listen")
+
+PING_EVERY = 10.0
+PONG_WITHIN = 5.0
+
+
+class Listener:
+    """Calls `heard` with each payload, and with "" whenever notifications may have been missed."""
+
+    def __init__(self, dsn: str, channel: str, heard: Callable[[str], None], application_name: str) -> None:
+        self.dsn = dsn
+        self.channel = channel
+        self.heard = heard
+        self.application_name = application_name
+        self.hears = False
+        """Whether notifications are known to arrive."""
+
+    async def run(self) -> None:
+        pause = 0.1
+        while True:
+            try:
+                conn = await connect(self.dsn, application_name=self.application_name)
+                try:
+                    await self._listen(conn)
+                finally:
+                    self.hears = False
+                    await conn.close()
+            except (psycopg.Error, DatabaseUnavailable, OSError) as error:
+                say(logger, logging.WARNING, "listen.lost", f"the listener lost its connection: {error}")
+            except DeafError:
+                say(
+                    logger,
+                    logging.WARNING,
+                    "listen.deaf",
+                    "notifications do not arrive (behind a transaction pooler? set PGQUEUE_LISTEN_URL to a direct"
+                    " connection); this worker polls",
+                )
+                pause = 30.0
+            await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+            pause = min(pause * 2, 5.0) if pause < 30 else pause
+
+    async def _listen(self, conn: Connection) -> None:
+        await conn.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self.channel)))
+        waiting_for: str | None = None
+        while True:
+            if waiting_for is None:
+                waiting_for = f"ping:{uuid4().hex[:8]}"
+                await conn.execute("SELECT pg_notify(%s, %s)", [self.channel, waiting_for], prepare=False)
+            deadline = asyncio.get_running_loop().time() + PONG_WITHIN
+            async for notice in conn.notifies(timeout=PONG_WITHIN):
+                if notice.payload == waiting_for:
+                    waiting_for = None
+                    if not self.hears:
+                        self.hears = True
+                        # What was committed before LISTEN took effect was not notified: somebody must look.
+                        self.heard("")
+                    break
+                self.heard(notice.payload)
+            if waiting_for is not None:
+                if asyncio.get_running_loop().time() >= deadline:
+                    raise DeafError
+                continue
+            async for notice in conn.notifies(timeout=PING_EVERY):
+                self.heard(notice.payload)
+
+
+class DeafError(Exception):
+    """A ping to ourselves did not come back."""

@@ -1,0 +1,3 @@
+-- The leases that this worker has had for a while. One that it does not know came from a claim whose answer was lost.
+SELECT id, lease_token::text FROM pgqueue.jobs_live
+WHERE status = 'running' AND worker_id = %(worker_id)s AND started_at < clock_timestamp() - make_interval(secs => %(age)s)
