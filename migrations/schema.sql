@@ -45,6 +45,9 @@ BEGIN
     IF add_job.delay IS NOT NULL AND add_job.run_at IS NOT NULL THEN
         RAISE EXCEPTION 'pgqueue.add_job: give delay or run_at, not both' USING ERRCODE = 'check_violation', COLUMN = 'delay';
     END IF;
+    IF extract(epoch FROM add_job.delay) NOT BETWEEN -28401840000 AND 28401840000 THEN
+        RAISE EXCEPTION 'pgqueue.add_job: delay must be finite and at most 900 years' USING ERRCODE = 'check_violation', COLUMN = 'delay';
+    END IF;
     INSERT INTO pgqueue.jobs (id, type, payload, queue, priority, run_at, thread_demand, max_attempts, timeout,
                               idempotency_key, tags, name)
     VALUES (new_id, add_job.type, add_job.payload, add_job.queue, add_job.priority,
@@ -179,8 +182,8 @@ END $$;
 CREATE FUNCTION pgqueue.fingerprint(type text, payload jsonb) RETURNS bytea
     LANGUAGE sql IMMUTABLE
     SET search_path TO 'pg_catalog', 'pg_temp'
-    RETURN sha256(convert_to(((type || '
-'::text) || (payload)::text), 'UTF8'::name));
+    RETURN sha256(convert_to(COALESCE(((type || '
+'::text) || (payload)::text), ''::text), 'UTF8'::name));
 
 CREATE FUNCTION pgqueue.keep_key() RETURNS trigger
     LANGUAGE plpgsql SECURITY DEFINER
@@ -257,8 +260,8 @@ DECLARE
             THEN ARRAY['thread_demand', 'must be between 1 and 1024']
         WHEN NEW.max_attempts NOT BETWEEN 1 AND 1000
             THEN ARRAY['max_attempts', 'must be between 1 and 1000']
-        WHEN NEW.timeout NOT BETWEEN '1 millisecond' AND '365 days'
-            THEN ARRAY['timeout', 'must be between 1 millisecond and 365 days, or NULL for none']
+        WHEN extract(epoch FROM NEW.timeout) NOT BETWEEN 0.001 AND 31622400
+            THEN ARRAY['timeout', 'must be between 1 millisecond and 366 days, or NULL for none']
         WHEN char_length(NEW.idempotency_key) NOT BETWEEN 1 AND 255
             THEN ARRAY['idempotency_key', 'must be 1 to 255 characters']
         WHEN char_length(NEW.name) > 200
@@ -266,11 +269,15 @@ DECLARE
         WHEN cardinality(NEW.tags) > 32 OR array_ndims(NEW.tags) > 1 OR array_position(NEW.tags, NULL) IS NOT NULL
              OR octet_length(array_to_string(NEW.tags, '')) > 2048
             THEN ARRAY['tags', 'must be a flat array of at most 32 texts, 2048 bytes together, without NULL']
-        WHEN NEW.status = 'running' OR NEW.attempt <> 0 OR NEW.worker_id IS NOT NULL
+        WHEN octet_length(NEW.payload::text) > 1048576
+            THEN ARRAY['payload', 'must be at most 1 MiB of JSON: store large data elsewhere and pass a reference']
+        WHEN TG_NAME = 'a_rules_status'
             THEN ARRAY['status', 'is set by pgqueue: insert a job without status, attempt or lease columns']
-        ELSE ARRAY['payload', 'must be at most 1 MiB of JSON: store large data elsewhere and pass a reference']
     END;
 BEGIN
+    IF rule IS NULL THEN
+        RETURN NEW;
+    END IF;
     RAISE EXCEPTION 'pgqueue.jobs: % %', rule[1], rule[2]
         USING ERRCODE = 'check_violation', SCHEMA = 'pgqueue', TABLE = 'jobs', COLUMN = rule[1];
 END $_$;
@@ -977,7 +984,9 @@ ALTER INDEX pgqueue.attempts_pkey ATTACH PARTITION pgqueue.attempts_default_pkey
 
 ALTER INDEX pgqueue.jobs_finished_pkey ATTACH PARTITION pgqueue.jobs_finished_default_pkey;
 
-CREATE TRIGGER a_rules BEFORE INSERT OR UPDATE OF queue, type, name, payload, priority, run_at, thread_demand, timeout, max_attempts, idempotency_key, tags ON pgqueue.jobs_live FOR EACH ROW WHEN ((((new.queue <> 'default'::text) AND (new.queue !~ '^[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,62}$'::text)) OR ((char_length(new.type) < 1) OR (char_length(new.type) > 128)) OR (new.type ~ '[[:cntrl:]]'::text) OR ((new.priority < '-1000'::integer) OR (new.priority > 1000)) OR ((new.run_at < '1970-01-01 00:00:00+00'::timestamp with time zone) OR (new.run_at > '2999-12-31 00:00:00+00'::timestamp with time zone)) OR ((new.thread_demand < 1) OR (new.thread_demand > 1024)) OR ((new.max_attempts < 1) OR (new.max_attempts > 1000)) OR ((new.timeout < '00:00:00.001'::interval) OR (new.timeout > '365 days'::interval)) OR ((char_length(new.idempotency_key) < 1) OR (char_length(new.idempotency_key) > 255)) OR (char_length(new.name) > 200) OR ((new.tags <> '{}'::text[]) AND ((cardinality(new.tags) > 32) OR (array_ndims(new.tags) > 1) OR (array_position(new.tags, NULL::text) IS NOT NULL) OR (octet_length(array_to_string(new.tags, ''::text)) > 2048))) OR ((pg_column_size(new.payload) > 8000) AND (octet_length((new.payload)::text) > 1048576)))) EXECUTE FUNCTION pgqueue.refuse_job();
+CREATE TRIGGER a_rules BEFORE UPDATE OF queue, type, name, payload, priority, run_at, thread_demand, timeout, max_attempts, idempotency_key, tags ON pgqueue.jobs_failed FOR EACH ROW EXECUTE FUNCTION pgqueue.refuse_job();
+
+CREATE TRIGGER a_rules BEFORE INSERT OR UPDATE OF queue, type, name, payload, priority, run_at, thread_demand, timeout, max_attempts, idempotency_key, tags ON pgqueue.jobs_live FOR EACH ROW WHEN ((((new.queue <> 'default'::text) AND (new.queue !~ '^[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,62}$'::text)) OR ((char_length(new.type) < 1) OR (char_length(new.type) > 128)) OR (new.type ~ '[[:cntrl:]]'::text) OR ((new.priority < '-1000'::integer) OR (new.priority > 1000)) OR ((new.run_at < '1970-01-01 00:00:00+00'::timestamp with time zone) OR (new.run_at > '2999-12-31 00:00:00+00'::timestamp with time zone)) OR ((new.thread_demand < 1) OR (new.thread_demand > 1024)) OR ((new.max_attempts < 1) OR (new.max_attempts > 1000)) OR ((EXTRACT(epoch FROM new.timeout) < 0.001) OR (EXTRACT(epoch FROM new.timeout) > (31622400)::numeric)) OR ((char_length(new.idempotency_key) < 1) OR (char_length(new.idempotency_key) > 255)) OR (char_length(new.name) > 200) OR ((new.tags <> '{}'::text[]) AND ((cardinality(new.tags) > 32) OR (array_ndims(new.tags) > 1) OR (array_position(new.tags, NULL::text) IS NOT NULL) OR (octet_length(array_to_string(new.tags, ''::text)) > 2048))) OR (octet_length((new.payload)::text) > 1048576))) EXECUTE FUNCTION pgqueue.refuse_job();
 
 CREATE TRIGGER a_rules_status BEFORE INSERT ON pgqueue.jobs_live FOR EACH ROW WHEN (((new.status = 'running'::pgqueue.status) OR (new.attempt <> 0) OR (new.worker_id IS NOT NULL))) EXECUTE FUNCTION pgqueue.refuse_job();
 

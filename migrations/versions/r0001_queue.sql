@@ -376,8 +376,8 @@ BEGIN
     IF add_job.delay IS NOT NULL AND add_job.run_at IS NOT NULL THEN
         RAISE EXCEPTION 'pgqueue.add_job: give delay or run_at, not both' USING ERRCODE = 'check_violation', COLUMN = 'delay';
     END IF;
-    IF extract(epoch FROM add_job.delay) NOT BETWEEN -3e9 AND 3e10 THEN
-        RAISE EXCEPTION 'pgqueue.add_job: delay must be at most 900 years' USING ERRCODE = 'check_violation', COLUMN = 'delay';
+    IF extract(epoch FROM add_job.delay) NOT BETWEEN -28401840000 AND 28401840000 THEN
+        RAISE EXCEPTION 'pgqueue.add_job: delay must be finite and at most 900 years' USING ERRCODE = 'check_violation', COLUMN = 'delay';
     END IF;
     INSERT INTO pgqueue.jobs (id, type, payload, queue, priority, run_at, thread_demand, max_attempts, timeout,
                               idempotency_key, tags, name)
