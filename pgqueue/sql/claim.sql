@@ -1,5 +1,6 @@
 -- pending -> running, in the lanes that the worker knows, each from its floor on.
 -- A job that this worker cannot run is parked for one that can, so that nobody wades through it again.
+-- The commit does not wait for the disk: a claim that a crash takes back is refused by its token.
 WITH lane AS (
     SELECT l.* FROM unnest(%(queues)s::text[], %(priorities)s::int[], %(floors)s::bigint[])
         WITH ORDINALITY AS l(queue, priority, floor, place)
@@ -7,7 +8,8 @@ WITH lane AS (
     ORDER BY l.place
 ), taken AS MATERIALIZED (
     SELECT j.id, j.fits
-    FROM lane l
+    FROM (SELECT set_config('synchronous_commit', 'off', true)) undurable
+    CROSS JOIN lane l
     CROSS JOIN LATERAL (
         SELECT j.id,
                (%(types)s::text[] IS NULL OR j.type = ANY (%(types)s::text[]))

@@ -17,7 +17,8 @@ WITH RECURSIVE found AS (
       AND NOT EXISTS (SELECT FROM pgqueue.queues q WHERE q.name = f.queue AND q.paused_at IS NOT NULL)
 ), taken AS MATERIALIZED (
     SELECT j.id
-    FROM lane l
+    FROM (SELECT set_config('synchronous_commit', 'off', true)) undurable
+    CROSS JOIN lane l
     CROSS JOIN LATERAL (
         SELECT j.id FROM pgqueue.jobs_live j
         WHERE j.status = 'pending' AND j.parked AND j.queue = l.queue AND j.type = l.type

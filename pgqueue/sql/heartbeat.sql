@@ -3,6 +3,7 @@ UPDATE pgqueue.workers w
 SET heartbeat_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => %(lease_timeout)s),
     threads_used = %(threads_used)s, completed = %(completed)s, failed = %(failed)s, listening = %(listening)s,
     state = CASE WHEN %(threads_used)s >= w.threads THEN 'busy' ELSE 'available' END
+FROM (SELECT set_config('synchronous_commit', 'off', true)) undurable
 WHERE w.id = %(id)s AND w.stopped_at IS NULL
 RETURNING w.draining,
     (SELECT coalesce(max(o.threads), 0) FROM pgqueue.workers o

@@ -23,7 +23,8 @@ WITH RECURSIVE found AS (
     ORDER BY f.priority DESC, random()
 ), taken AS MATERIALIZED (
     SELECT j.id, j.fits
-    FROM lane l
+    FROM (SELECT set_config('synchronous_commit', 'off', true)) undurable
+    CROSS JOIN lane l
     CROSS JOIN LATERAL (
         SELECT j.id,
                (%(types)s::text[] IS NULL OR j.type = ANY (%(types)s::text[]))
