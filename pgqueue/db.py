@@ -56,8 +56,11 @@ def translated() -> Iterator[None]:
     """Raises the driver's errors as ours; what is not ours to name stays as it is."""
     try:
         yield
-    except (pg.CheckViolation, pg.NotNullViolation, pg.UniqueViolation, pg.DataError) as error:
+    except (pg.CheckViolation, pg.NotNullViolation, pg.UniqueViolation, pg.DataError, pg.StatementTooComplex) as error:
+        # StatementTooComplex: JSON that is nested deeper than PostgreSQL can read.
         raise InvalidJob(error.diag.message_primary or str(error)) from error
+    except UnicodeEncodeError as error:
+        raise InvalidJob(f"text with half a surrogate pair cannot be stored: {error}") from error
     except psycopg.Error as error:
         if error.sqlstate in OURS:
             raise OURS[error.sqlstate](error.diag.message_primary or str(error)) from error

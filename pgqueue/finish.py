@@ -2,20 +2,28 @@
 
 Each function answers with the ids that it ended. The others' leases are lost: somebody else has the job, or has ended
 it, and the result at hand must be dropped.
+
+A value that PostgreSQL cannot store ends its own job, and no other: a result as a failed attempt (`bad_result`), an
+error without its text. Left as it was, the job would be running for as long as its worker lives.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, LiteralString, NamedTuple, TypeVar
 
 from psycopg import errors as pg
+from psycopg.pq import TransactionStatus
 
 from pgqueue.db import Connection, array, retrying
 from pgqueue.job import Lease
 from pgqueue.sql import SQL
+
+UNSTORABLE = (pg.DataError, pg.CheckViolation, pg.ProgramLimitExceeded, pg.StatementTooComplex, UnicodeEncodeError)
+LONGEST_DELAY = 10 * 365 * 86400.0
+"""Seconds. What a handler asks for may be infinite or not a number; a job's run_at may not."""
 
 
 @dataclass(slots=True)
@@ -67,7 +75,14 @@ async def complete(conn: Connection, jobs: Sequence[Completed]) -> set[int]:
         results = None if all(job.result is None for job in batch) else [job.result for job in batch]
         return await ids(conn, SQL.complete, {**ages(batch), "results": results})
 
-    return await isolating(send, jobs)
+    async def mend(job: Completed, error: Exception) -> set[int]:
+        text = f"the result cannot be stored: {error}"
+        failed = Failed(
+            job.id, job.lease_token, job.started, job.ended, job.threads, None, "bad_result", "BadResult", text
+        )
+        return set(await fail(conn, [failed]))
+
+    return await isolating(conn, send, mend, jobs)
 
 
 async def fail(conn: Connection, jobs: Sequence[Failed]) -> dict[int, Fate]:
@@ -76,7 +91,7 @@ async def fail(conn: Connection, jobs: Sequence[Failed]) -> dict[int, Fate]:
     async def send(batch: Sequence[Failed]) -> set[int]:
         parameters = {
             **ages(batch),
-            "delays": [job.delay for job in batch],
+            "delays": [None if job.delay is None else bounded(job.delay) for job in batch],
             "reasons": [job.reason for job in batch],
             "error_types": [job.error_type for job in batch],
             "errors": [job.error for job in batch],
@@ -87,7 +102,11 @@ async def fail(conn: Connection, jobs: Sequence[Failed]) -> dict[int, Fate]:
         fates.update(answered)
         return set(answered)
 
-    await isolating(send, jobs)
+    async def mend(job: Failed, error: Exception) -> set[int]:
+        text = f"the error cannot be stored: {error}"
+        return await send([replace(job, error_type=type(error).__name__, error=text, traceback=None)])
+
+    await isolating(conn, send, mend, jobs)
     return fates
 
 
@@ -95,14 +114,17 @@ async def cancel(conn: Connection, jobs: Sequence[Cancelled]) -> set[int]:
     async def send(batch: Sequence[Cancelled]) -> set[int]:
         return await ids(conn, SQL.cancel, {**ages(batch), "errors": [job.error for job in batch]})
 
-    return await isolating(send, jobs)
+    async def mend(job: Cancelled, error: Exception) -> set[int]:
+        return await send([replace(job, error=f"the error cannot be stored: {error}")])
+
+    return await isolating(conn, send, mend, jobs)
 
 
 async def snooze(conn: Connection, jobs: Sequence[Snoozed]) -> set[int]:
-    async def send(batch: Sequence[Snoozed]) -> set[int]:
-        return await ids(conn, SQL.snooze, {**leases(batch), "delays": array(job.delay for job in batch)})
-
-    return await isolating(send, jobs)
+    if not jobs:
+        return set()
+    parameters = {**leases(jobs), "delays": array(bounded(job.delay) for job in jobs)}
+    return await retrying(lambda: ids(conn, SQL.snooze, parameters))
 
 
 async def release(conn: Connection, jobs: Sequence[Released]) -> set[int]:
@@ -139,25 +161,30 @@ async def ended(conn: Connection, jobs: Sequence[Lease]) -> set[int]:
     return await ids(conn, SQL.ended, leases(jobs))
 
 
-async def isolating(send: Callable[[Sequence[L]], Awaitable[set[int]]], jobs: Sequence[L]) -> set[int]:
-    """One statement for all of them; if PostgreSQL cannot store some value, one each, so that only that job suffers."""
+async def isolating(
+    conn: Connection,
+    send: Callable[[Sequence[L]], Awaitable[set[int]]],
+    mend: Callable[[L, Exception], Awaitable[set[int]]],
+    jobs: Sequence[L],
+) -> set[int]:
+    """One statement for all of them; if PostgreSQL cannot store some value, halves, down to the job to mend."""
     if not jobs:
         return set()
     try:
         return await retrying(lambda: send(jobs))
-    except pg.DataError:
-        if len(jobs) == 1:
+    except UNSTORABLE as error:
+        if conn.info.transaction_status is TransactionStatus.INERROR:
+            # The transaction is the caller's, and so is the error.
             raise
-    done: set[int] = set()
-    unstorable: pg.DataError | None = None
-    for job in jobs:
-        try:
-            done |= await isolating(send, [job])
-        except pg.DataError as error:
-            unstorable = error
-    if unstorable is not None and not done:
-        raise unstorable
-    return done
+        if len(jobs) == 1:
+            return await mend(jobs[0], error)
+    half = len(jobs) // 2
+    return await isolating(conn, send, mend, jobs[:half]) | await isolating(conn, send, mend, jobs[half:])
+
+
+def bounded(delay: float) -> float:
+    # In this order NaN becomes 0.
+    return min(max(0.0, delay), LONGEST_DELAY)
 
 
 async def ids(conn: Connection, statement: LiteralString, parameters: dict[str, Any]) -> set[int]:

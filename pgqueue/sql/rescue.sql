@@ -1,4 +1,4 @@
--- running -> pending, when no live worker owns it; -> failed as poison after too many losses
+-- running -> pending, when no live worker owns it; -> failed as poison after too many losses; -> cancelled if asked to stop
 -- The gaps between the ids of the live workers hold exactly the jobs of all others, known or not.
 -- A job's first loss only makes it a suspect. Suspects run alone and say so (start.sql): only the one that ran is charged.
 WITH live AS MATERIALIZED (
