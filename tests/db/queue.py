@@ -38,6 +38,8 @@ class MiniWorker:
 
     async def claim(self, limit: int = 100) -> list[Claimed]:
         jobs = []
+        # On a machine that is slow today a sweep is not cheap, and the next one would have to wait.
+        self.lanes.next_sweep = 0.0
         for one in await claim.claim_next(self.conn, self.who, self.lanes, limit):
             for job in one.jobs:
                 if not job.parked:
