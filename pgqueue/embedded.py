@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import IO, Any, ClassVar, Literal
 from urllib.parse import quote
 
-from pgqueue.errors import ServerUnavailable
+from pgqueue.errors import PgQueueError, ServerUnavailable
+from pgqueue.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -620,6 +621,36 @@ def start_postgres(
             server._initialise(fast=fast)
         server._start()
     return server
+
+
+def running_postgres(directory: Path) -> PostgresServer | None:
+    """The PostgreSQL of this directory if it runs; nothing is made and nothing is started."""
+    directory = directory.resolve()
+    try:
+        if not (directory / "postgres.password").exists():
+            return None
+        home = Path(_notes(directory / "postgres.json").get("home", directory / "postgres"))
+        server = PostgresServer(directory, home, _Account(), Path(), {}, None)
+        return server if server._answers() else None
+    except PermissionError:
+        return None
+
+
+def database_url(settings: Settings) -> str:
+    """DATABASE_URL, or the embedded server that runs in PGQUEUE_DIR."""
+    if settings.database_url is not None:
+        return settings.database_url
+    if (server := running_postgres(settings.directory)) is None:
+        raise no_database(settings.directory)
+    return server.dsn
+
+
+def no_database(directory: Path) -> PgQueueError:
+    return PgQueueError(
+        f"DATABASE_URL is not set, and no embedded server runs in {directory}\n"
+        "Start one with: pgqueue up\n"
+        "Or name a database: export DATABASE_URL=postgresql://user:password@host/database"
+    )
 
 
 class ValkeyServer(_Server):

@@ -5,6 +5,9 @@ PgQueueError
 │   └── KeyReused         an idempotency key that belongs to a job with another payload
 ├── JobNotFound           no job has this id
 ├── WrongStatus           the job is not in a status that allows this
+├── JobDidNotSucceed      a result was awaited, and there is none
+│   ├── JobFailed         the job is in the dead letter queue
+│   └── JobWasCancelled
 ├── LeaseLost             the job is no longer this worker's; its result is dropped
 ├── DatabaseUnavailable   no answer from PostgreSQL; try again
 ├── SchemaMismatch        the database's schema is not the one that this code knows
@@ -31,6 +34,31 @@ class JobNotFound(PgQueueError):
 
 class WrongStatus(PgQueueError):
     """The job is not in a status that allows this."""
+
+
+class JobDidNotSucceed(PgQueueError):
+    """The job whose result was awaited has none."""
+
+    def __init__(self, job_id: int, reason: str | None, error: str | None, what: str) -> None:
+        super().__init__(f"job {job_id} {what}{f' ({reason})' if reason else ''}{f': {error}' if error else ''}")
+        self.job_id = job_id
+        self.reason = reason
+        """In one word, as in the job's row: error, timeout, gave_up …"""
+        self.error = error
+
+
+class JobFailed(JobDidNotSucceed):
+    """The job is in the dead letter queue."""
+
+    def __init__(self, job_id: int, reason: str | None, error: str | None) -> None:
+        super().__init__(job_id, reason, error, "failed")
+
+
+class JobWasCancelled(JobDidNotSucceed):
+    """Somebody cancelled the job."""
+
+    def __init__(self, job_id: int, reason: str | None, error: str | None) -> None:
+        super().__init__(job_id, reason, error, "was cancelled")
 
 
 class LeaseLost(PgQueueError):

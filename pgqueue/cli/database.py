@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from pgqueue.errors import PgQueueError
 from pgqueue.settings import Settings
 
 directory_option = click.option(
@@ -24,14 +23,10 @@ def database(settings: Settings, directory: Path | None) -> Iterator[str]:
         yield settings.database_url
         return
     directory = directory or settings.directory
-    if not directory.is_dir():
-        raise PgQueueError(
-            f"DATABASE_URL is not set, and there is no embedded server in {directory}\n"
-            "Start one with: pgqueue up\n"
-            "Or name a database: export DATABASE_URL=postgresql://user:password@host/database"
-        )
-    from pgqueue.embedded import start_postgres
+    from pgqueue.embedded import no_database, start_postgres
 
+    if not directory.is_dir():
+        raise no_database(directory)
     server = start_postgres(directory, bin_dir=settings.pg_bin)
     try:
         yield server.dsn

@@ -1,0 +1,217 @@
+"""A handler's arguments: from its signature to the rules for its payload, and from JSON to its types and back."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import types
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, NoReturn, NotRequired, Union, get_args, get_origin, get_type_hints
+
+from pydantic import (
+    ConfigDict,
+    PydanticSchemaGenerationError,
+    PydanticUserError,
+    TypeAdapter,
+    ValidationError,
+    with_config,
+)
+from pydantic_core import PydanticSerializationError, to_jsonable_python
+from typing_extensions import TypedDict
+
+from pgqueue.context import Context
+from pgqueue.errors import InvalidJob
+from pgqueue.outcome import Snooze, Undecodable, encode_result
+
+WHOLE = "payload"
+"""A handler whose only argument has this name takes any JSON, not only an object."""
+
+
+class Arguments:
+    """What a handler takes, besides its Context."""
+
+    def __init__(self, fn: Callable[..., Any], type: str) -> None:
+        self.type = type
+        hints = _hints(fn)
+        signature = inspect.signature(fn)
+        self.takes_context, parameters = _without_context(fn, list(signature.parameters.values()), hints)
+        for parameter in parameters:
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                raise TypeError(
+                    f"{type}: *{parameter.name} has no names for the payload's values; write them as arguments"
+                )
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                raise TypeError(
+                    f"{type}: {parameter.name} is positional-only, but arguments come by name from the payload"
+                )
+        self.signature = signature.replace(parameters=parameters)
+        self.whole = [parameter.name for parameter in parameters] == [WHOLE]
+        self._empty = not parameters
+        self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        self._returns = hints.get("return", Any)
+        try:
+            self._adapter: TypeAdapter[Any] = TypeAdapter(
+                hints.get(WHOLE, Any) if self.whole else _object(type, parameters, hints)
+            )
+        except (PydanticSchemaGenerationError, PydanticUserError) as error:
+            raise TypeError(f"{type}: an argument's type has no JSON form: {error}") from error
+        self._validate = self._adapter.validator.validate_python
+        self._result: TypeAdapter[Any] | None = None
+
+    def encode(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        """The payload for this call, once its arguments have been checked."""
+        try:
+            given: Any = self.signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise InvalidJob(f"{self.type}: {error}") from None
+        if self.whole:
+            given = given.get(WHOLE, self._defaults.get(WHOLE))
+        else:
+            for parameter in self.signature.parameters.values():
+                if parameter.kind is parameter.VAR_KEYWORD:
+                    given |= given.pop(parameter.name, {})
+        try:
+            checked = self._adapter.validator.validate_python(given)
+            return dumps(self._adapter.dump_python(checked, mode="json"))
+        except ValidationError as error:
+            raise InvalidJob(f"{self.type}: {told(error)}") from error
+        except (PydanticSerializationError, TypeError, ValueError, RecursionError, UnicodeError) as error:
+            raise InvalidJob(f"{self.type}: the arguments cannot be stored as JSON: {error}") from error
+
+    def decode(self, text: str) -> tuple[Any, dict[str, Any]]:
+        """The payload, and the handler's keyword arguments."""
+        if self._empty and text == "{}":
+            return {}, {}
+        payload = loads(text)
+        try:
+            checked = self._validate(payload)
+        except ValidationError as error:
+            checked = self._as_json(text, error)
+        except RecursionError as error:
+            raise Undecodable("the payload is nested too deeply") from error
+        return payload, {WHOLE: checked} if self.whole else checked
+
+    def _as_json(self, text: str, first: ValidationError) -> Any:
+        # Strict types take from JSON what they refuse as Python values: a date, for one, from its text.
+        try:
+            return self._adapter.validate_json(text)
+        except (ValidationError, RecursionError):
+            raise Undecodable(told(first)) from first
+
+    def decode_result(self, text: str | None) -> Any:
+        """A stored result as the handler's annotation has it."""
+        if text is None:
+            return None
+        if self._result is None:
+            self._result = TypeAdapter(_without_snooze(self._returns))
+        value = loads(text)
+        try:
+            return self._result.validate_python(value)
+        except ValidationError as error:
+            try:
+                return self._result.validate_json(text)
+            except ValidationError:
+                raise Undecodable(
+                    f"the result of {self.type} is not what its annotation says: {told(error)}"
+                ) from error
+
+    def json_schema(self) -> dict[str, Any]:
+        schema = self._adapter.json_schema()
+        if not self.whole:
+            for name, default in self._defaults.items():
+                schema["properties"][name]["default"] = to_jsonable_python(default, fallback=repr)
+        return schema
+
+
+def result_text(value: Any) -> str | None:
+    """What a handler returned, as JSON text; what is no JSON by itself (dates, models …) as pydantic writes it."""
+    return None if value is None else encode_result(value, to_jsonable_python)
+
+
+def dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def loads(text: str) -> Any:
+    """JSON that strangers stored: PostgreSQL's JSON can be deeper and its numbers larger than Python's."""
+    try:
+        return _decoder.decode(text)
+    except RecursionError as error:
+        raise Undecodable("the payload is nested too deeply") from error
+    except json.JSONDecodeError as error:
+        raise Undecodable(f"the payload is not JSON: {error}") from error
+    except ValueError as error:
+        raise Undecodable(f"the payload has a number that cannot be read: {error}") from error
+
+
+def _finite(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{text} is too large")
+    return value
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+_decoder = json.JSONDecoder(parse_float=_finite, parse_constant=_no_constant)
+
+
+def told(error: ValidationError) -> str:
+    """pydantic's errors in one line, each with the argument's name."""
+    lines = []
+    for each in error.errors(include_url=False, include_context=False, include_input=False)[:5]:
+        place = ".".join(map(str, each["loc"]))
+        match each["type"]:
+            case "missing":
+                said = "is missing"
+            case "extra_forbidden":
+                said = "is unexpected"
+            case _:
+                said = each["msg"][:1].lower() + each["msg"][1:]
+        lines.append(f"{place}: {said}" if place else said)
+    return "; ".join(lines)
+
+
+def _hints(fn: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(fn, include_extras=True)
+    except NameError as error:
+        raise TypeError(
+            f"{fn.__qualname__}: an annotation cannot be read where the handler is defined: {error}"
+        ) from error
+
+
+def _without_context(
+    fn: Callable[..., Any], parameters: list[inspect.Parameter], hints: dict[str, Any]
+) -> tuple[bool, list[inspect.Parameter]]:
+    for place, parameter in enumerate(parameters):
+        hint = hints.get(parameter.name)
+        if hint is Context or (place == 0 and hint is None and parameter.name == "ctx"):
+            if place or parameter.kind is parameter.KEYWORD_ONLY:
+                raise TypeError(f"{fn.__qualname__}: the Context must be the first argument, before the payload's")
+            return True, parameters[1:]
+    return False, parameters
+
+
+def _object(type: str, parameters: list[inspect.Parameter], hints: dict[str, Any]) -> Any:
+    """A TypedDict: unlike a model it has no names of its own that an argument could clash with."""
+    fields: dict[str, Any] = {}
+    extra: Any = "forbid"
+    for parameter in parameters:
+        hint = hints.get(parameter.name, Any)
+        if parameter.kind is parameter.VAR_KEYWORD:
+            extra = "allow"
+        else:
+            fields[parameter.name] = hint if parameter.default is parameter.empty else NotRequired[hint]
+    return with_config(ConfigDict(extra=extra, arbitrary_types_allowed=False))(TypedDict(type, fields))  # type: ignore[operator]
+
+
+def _without_snooze(hint: Any) -> Any:
+    if get_origin(hint) is Annotated:
+        return hint
+    if get_origin(hint) in (Union, types.UnionType):
+        left = tuple(each for each in get_args(hint) if each is not Snooze)
+        return Union[left] if left else Any  # noqa: UP007
+    return Any if hint is Snooze else hint

@@ -1,0 +1,138 @@
+"""The connections of a PgQueue: a small pool for each event loop, and one for synchronous code."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import threading
+import weakref
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import psycopg
+from psycopg_pool import AsyncConnectionPool, ConnectionPool
+
+from pgqueue.db import CONNECT, Connection, translated
+from pgqueue.settings import Settings
+
+LARGEST = 4
+PATIENCE = 10.0
+"""Seconds that a caller waits for a connection."""
+ARGUMENTS: dict[str, Any] = {
+    **CONNECT,
+    "autocommit": True,
+    "prepare_threshold": None,
+    "application_name": "pgqueue-producer",
+}
+
+
+class Pools:
+    def __init__(self, database_url: str | None, settings: Settings | None) -> None:
+        self._url = database_url
+        self._settings = settings
+        self._async: dict[asyncio.AbstractEventLoop, AsyncConnectionPool[Connection]] = {}
+        self._sync: ConnectionPool[psycopg.Connection] | None = None
+        self._pid = 0
+        self._lock = threading.Lock()
+
+    @property
+    def database_url(self) -> str:
+        if self._url is None:
+            from pgqueue.embedded import database_url
+
+            self._url = database_url(self._settings or Settings.from_env())
+        return self._url
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[Connection]:
+        loop = asyncio.get_running_loop()
+        pool = self._async.get(loop)
+        with translated():
+            if pool is None:
+                pool = await self._open(loop)
+            conn = await pool.getconn()
+        try:
+            yield conn
+        finally:
+            await pool.putconn(conn)
+
+    async def _open(self, loop: asyncio.AbstractEventLoop) -> AsyncConnectionPool[Connection]:
+        # A pool only says that it has waited too long; one connection of our own says what is wrong, and at once.
+        await (await psycopg.AsyncConnection.connect(self.database_url, **ARGUMENTS)).close()
+        for other in [other for other in self._async if other.is_closed()]:
+            self._async.pop(other, None)
+        if (pool := self._async.get(loop)) is None:
+            pool = AsyncConnectionPool(
+                self.database_url,
+                kwargs=ARGUMENTS,
+                min_size=0,
+                max_size=LARGEST,
+                timeout=PATIENCE,
+                open=False,
+                check=_check,
+            )
+            self._async[loop] = pool
+        await pool.open()
+        return pool
+
+    @contextmanager
+    def connection_sync(self) -> Iterator[psycopg.Connection]:
+        with translated():
+            pool = self._open_sync()
+            conn = pool.getconn()
+        try:
+            yield conn
+        finally:
+            pool.putconn(conn)
+
+    def _open_sync(self) -> ConnectionPool[psycopg.Connection]:
+        with self._lock:
+            # The pool of a parent process has no threads here, and its connections are the parent's.
+            if self._sync is None or self._pid != os.getpid():
+                psycopg.connect(self.database_url, **ARGUMENTS).close()
+                self._sync = ConnectionPool(
+                    self.database_url,
+                    kwargs=ARGUMENTS,
+                    min_size=0,
+                    max_size=LARGEST,
+                    timeout=PATIENCE,
+                    open=True,
+                    check=_check_sync,
+                )
+                self._pid = os.getpid()
+                weakref.finalize(self, _close, self._sync, self._pid)
+            return self._sync
+
+    async def close(self) -> None:
+        if (pool := self._async.pop(asyncio.get_running_loop(), None)) is not None:
+            await pool.close()
+
+    def close_sync(self) -> None:
+        with self._lock:
+            pool, self._sync = self._sync, None
+        if pool is not None:
+            _close(pool, self._pid)
+
+
+def _close(pool: ConnectionPool[Any], pid: int) -> None:
+    if pid == os.getpid():
+        pool.close()
+
+
+def _has_news(fd: int) -> bool:
+    """An idle connection hears nothing, except that it has ended; asking the server each time would double the cost."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+async def _check(conn: Connection) -> None:
+    if _has_news(conn.fileno()):
+        await AsyncConnectionPool.check_connection(conn)
+
+
+def _check_sync(conn: psycopg.Connection) -> None:
+    if _has_news(conn.fileno()):
+        ConnectionPool.check_connection(conn)
