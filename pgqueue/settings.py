@@ -99,6 +99,7 @@ class Settings:
     smtp_port: int = _variable("SMTP_PORT", _PORT, 587)
     smtp_email: str | None = _variable("SMTP_EMAIL", str)
     smtp_password: str | None = _variable("SMTP_PASSWORD", str, secret=True)
+    network_task_url: str | None = _variable("PGQUEUE_NETWORK_TASK_URL", _url("http", "https"))  # None: an own endpoint
     lease_timeout: float = _variable("PGQUEUE_LEASE_TIMEOUT", _SECONDS, 30.0)
     heartbeat_interval: float = _variable("PGQUEUE_HEARTBEAT_INTERVAL", _SECONDS, 10.0)
     rescue_interval: float = _variable("PGQUEUE_RESCUE_INTERVAL", _SECONDS, 5.0)
