@@ -115,11 +115,9 @@ def failure(error: BaseException, retry: Retry, attempt: int) -> Failure:
     else:
         reason = "timeout" if isinstance(error, JobTimeout) else "error"
         delay = retry.delay(attempt)
-    told = (
-        type(error).__name__
-        if type(error).__module__ == "builtins"
-        else f"{type(error).__module__}.{type(error).__qualname__}"
-    )
+    kind = type(error)
+    plain = kind.__module__ == "builtins" or kind.__module__.startswith("pgqueue.")
+    told = kind.__name__ if plain else f"{kind.__module__}.{kind.__qualname__}"
     trace = (
         None if isinstance(error, JobSignal | Undecodable | BadResult) else "".join(traceback.format_exception(error))
     )

@@ -18,7 +18,7 @@ async def make_partitions(conn: Connection) -> int:
         return 0
 
 
-async def prune(conn: Connection, retention_days: int) -> int:
+async def prune(conn: Connection, retention_days: float) -> int:
     """How many partitions were dropped."""
     dropped = await _number(conn, SQL.drop_partitions, {"days": retention_days})
     await conn.execute(SQL.prune_keys, {"limit": 10_000}, prepare=False)
@@ -27,7 +27,7 @@ async def prune(conn: Connection, retention_days: int) -> int:
     return dropped
 
 
-async def _number(conn: Connection, statement: str, parameters: dict[str, int]) -> int:
+async def _number(conn: Connection, statement: str, parameters: dict[str, float]) -> int:
     cursor = await conn.execute(statement.encode(), parameters, prepare=False)
     row = await cursor.fetchone()
     return row[0] if row else 0

@@ -1,1 +1,1 @@
-SELECT pgqueue.drop_partitions(make_interval(days => %(days)s))
+SELECT pgqueue.drop_partitions(greatest(make_interval(secs => %(days)s * 86400.0), interval '1 day'))

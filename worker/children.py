@@ -1,0 +1,276 @@
+"""Child processes that run handlers one at a time; one that hangs or dies takes only its own job along."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from pgqueue.app import BoundJob, JobRef, JobType
+from pgqueue.context import Context
+from pgqueue.outcome import JobAbandoned, JobCancelled, JobTimeout, Snooze
+
+STOP_GRACE = 1.0
+"""Seconds that a handler has to end after it was asked to, before its process is killed."""
+
+# A forked child would share the worker's connections and locks.
+spawning = multiprocessing.get_context("spawn")
+
+
+class ChildDied(Exception):
+    """The process that ran the handler is gone."""
+
+
+class RemoteError(Exception):
+    """An error of a handler that could not be sent back as it was."""
+
+
+class Child:
+    def __init__(self) -> None:
+        self.pipe, far = spawning.Pipe()
+        self.process = spawning.Process(target=serve, args=(far,), name="pgqueue-child")
+        self.process.start()
+        far.close()
+        self._killed_for: BaseException | None = None
+        self._sending = threading.Lock()
+
+    def run(
+        self,
+        handler: JobType[..., Any],
+        ctx: Context,
+        arguments: dict[str, Any],
+        host: Any,
+        started: Callable[[], None],
+    ) -> Any:
+        """In a thread of the worker: sends the job, serves the child's wishes, returns what the handler returned."""
+        about = {
+            "id": ctx.id,
+            "type": ctx.type,
+            "queue": ctx.queue,
+            "attempt": ctx.attempt,
+            "max_attempts": ctx.max_attempts,
+            "timeout": ctx.timeout,
+            "idempotency_key": ctx.idempotency_key,
+            "lease_token": ctx.lease_token,
+            "payload": ctx.payload,
+            "threads": ctx.threads,
+        }
+        try:
+            self._send(("run", handler, about, arguments))
+            while True:
+                kind, value = self.pipe.recv()
+                if kind == "returned":
+                    return value
+                if kind == "raised":
+                    raise value
+                if kind == "started":
+                    started()
+                    continue
+                self._serve(host, ctx, kind, value)
+        except (EOFError, OSError) as error:
+            self.process.join(5)
+            if self._killed_for is not None:
+                raise self._killed_for from None
+            raise ChildDied(f"the process that ran the job ended with {ending(self.process.exitcode)}") from error
+
+    def _serve(self, host: Any, ctx: Context, kind: str, value: Any) -> None:
+        if kind == "progress":
+            host.report_progress(ctx, value)
+            return
+        method, arguments = value
+        try:
+            self._send(("answer", True, getattr(host, method)(ctx, *arguments)))
+        except Exception as error:
+            self._send(("answer", False, sendable(error)))
+
+    def stop(self, why: JobCancelled | JobAbandoned) -> None:
+        """The handler is told at its next ctx.check(), and killed if it does not end soon."""
+        self._end(why)
+
+    def time_out(self) -> None:
+        self._killed_for = JobTimeout("the attempt ran over its timeout and its process was killed")
+        self.kill()
+
+    def _end(self, why: BaseException) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._send(("stop", why))
+        timer = threading.Timer(STOP_GRACE, self._kill_for, [why])
+        timer.daemon = True
+        timer.start()
+
+    def _kill_for(self, why: BaseException) -> None:
+        if self.busy:
+            self._killed_for = why
+            self.kill()
+
+    busy = False
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self.pipe.close()
+        self.process.join(1)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join(5)
+        self.process.close()
+
+    def _send(self, message: Any) -> None:
+        with self._sending:
+            self.pipe.send(message)
+
+
+class Children:
+    """The child processes of a worker: idle ones are used again."""
+
+    def __init__(self) -> None:
+        self.idle: list[Child] = []
+        self.all: set[Child] = set()
+
+    def take(self) -> Child:
+        while self.idle:
+            child = self.idle.pop()
+            if child.process.is_alive():
+                child.busy = True
+                return child
+            self._drop(child)
+        child = Child()
+        child.busy = True
+        self.all.add(child)
+        return child
+
+    def give_back(self, child: Child) -> None:
+        child.busy = False
+        # One that was told to stop may still be told so by a timer, or may be half dead.
+        if child.process.is_alive() and child._killed_for is None:
+            self.idle.append(child)
+        else:
+            self._drop(child)
+
+    def _drop(self, child: Child) -> None:
+        self.all.discard(child)
+        child.close()
+
+    def close(self) -> None:
+        for child in list(self.all):
+            child.kill()
+            self._drop(child)
+        self.idle.clear()
+
+
+class ChildHost:
+    """The worker, as the handler in the child process sees it."""
+
+    def __init__(self, pipe: Connection, answers: Any) -> None:
+        self.pipe = pipe
+        self.answers = answers
+        self.sending = threading.Lock()
+
+    def send(self, kind: str, value: Any) -> None:
+        with self.sending:
+            self.pipe.send((kind, value))
+
+    def report_progress(self, ctx: Context, progress: dict[str, Any]) -> None:
+        self.send("progress", progress)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        self.send("call", (method, arguments))
+        fine, value = self.answers.get()
+        if not fine:
+            raise value
+        return value
+
+    def enqueue_sync(self, ctx: Context, job: BoundJob[Any]) -> JobRef[Any]:
+        return job.ref(self._ask("add_job_sync", job.new_job))
+
+    def map_chunks_sync(
+        self, ctx: Context, fn: Callable[[Sequence[Any]], Any], items: Sequence[Any], executor: str
+    ) -> list[Any]:
+        answer: list[Any] = self._ask("map_chunks_sync", fn, items, executor)
+        return answer
+
+    async def enqueue(self, ctx: Context, job: BoundJob[Any]) -> JobRef[Any]:
+        return self.enqueue_sync(ctx, job)
+
+    async def map_chunks(
+        self, ctx: Context, fn: Callable[[Sequence[Any]], Any], items: Sequence[Any], executor: str
+    ) -> list[Any]:
+        return self.map_chunks_sync(ctx, fn, items, executor)
+
+
+def serve(pipe: Connection) -> None:
+    """The child's main loop: ends when the worker does, however that ends."""
+    import queue
+
+    # Signals may reach the whole group; the worker decides what they mean for its children.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    jobs: queue.Queue[Any] = queue.Queue()
+    answers: queue.Queue[Any] = queue.Queue()
+    host = ChildHost(pipe, answers)
+    current: list[Context] = []
+
+    def listen() -> None:
+        while True:
+            try:
+                message = pipe.recv()
+            except (EOFError, OSError):
+                os._exit(0)
+            except Exception as error:  # the handler's module could not be imported, or an argument not be read
+                host.send("raised", sendable(error))
+                continue
+            if message[0] == "run":
+                jobs.put(message[1:])
+            elif message[0] == "answer":
+                answers.put(message[1:])
+            elif current:
+                current[0]._stop = message[1]
+
+    threading.Thread(target=listen, daemon=True).start()
+    while True:
+        handler, about, arguments = jobs.get()
+        ctx = Context(host, started=time.monotonic(), **about)
+        current[:] = [ctx]
+        host.send("started", None)
+        try:
+            result = handler.fn(ctx, **arguments) if handler.takes_context else handler.fn(**arguments)
+            if not isinstance(result, Snooze):
+                # What cannot be stored is refused here, before it is sent.
+                handler.encode_result(result)
+        except BaseException as error:
+            current.clear()
+            host.send("raised", sendable(error))
+        else:
+            current.clear()
+            try:
+                host.send("returned", result)
+            except Exception as error:
+                host.send("raised", sendable(error))
+
+
+def sendable(error: BaseException) -> BaseException:
+    """The error itself where it survives the way, with its traceback as a note; else its words."""
+    lines = "".join(traceback.format_exception(error))
+    try:
+        error.add_note("in the child process:\n" + lines)
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RemoteError(f"{type(error).__name__}: {error}\n{lines}")
+    return error
+
+
+def ending(code: int | None) -> str:
+    if code is not None and code < 0:
+        with contextlib.suppress(ValueError):
+            return f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}"

@@ -1,0 +1,165 @@
+"""Claims for the free slots, a little ahead of them when jobs are short, and sleeps without missing a wake-up.
+
+Going to sleep: mark idle, commit, then ask whether every enqueuer that may have seen this worker busy has ended. If so,
+one more claim, and it may sleep: whoever enqueues from now on sees it idle and wakes it. If not, it stays watchful,
+claiming again after 20 ms and then less and less often, until it may.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+
+import psycopg
+
+from pgqueue import workers
+from pgqueue.claim import Claim, Claimant, Claimed, Lanes, claim_next
+from pgqueue.log import say
+from pgqueue.worker.finisher import Finisher
+from pgqueue.worker.link import Link
+from pgqueue.worker.slots import Slots
+
+logger = logging.getLogger("pgqueue.worker")
+
+LARGEST_BATCH = 500
+QUICK = 0.05
+"""A batch that was started within this many seconds may be twice as large next time."""
+SLOW = 0.2
+WATCHFUL = 0.02
+LINGER = 0.1
+"""A worker that is woken many times a second looks again by itself for so long before it marks itself idle."""
+
+
+class Claimer:
+    def __init__(self, link: Link, who: Claimant, slots: Slots, finisher: Finisher, poll_interval: float) -> None:
+        self.link = link
+        self.who = who
+        self.slots = slots
+        self.finisher = finisher
+        self.poll_interval = poll_interval
+        self.lanes = Lanes()
+        self.ahead = 0
+        """How many jobs beyond the free slots are worth claiming."""
+        self.idle = False
+        """Whether the database says so."""
+        self.wake = asyncio.Event()
+        self.stopping = False
+        self._room = asyncio.Event()
+        self._wakes: list[float] = []
+        self._busy_since_batch = 0.0
+
+    def stop(self) -> None:
+        self.stopping = True
+        self.wake.set()
+        self._room.set()
+
+    def freed(self) -> None:
+        """A slot is free, or a waiting job was started."""
+        if not self._room.is_set() and self._wanted() > 0:
+            self._room.set()
+
+    def _wanted(self) -> int:
+        """How many more jobs to hold: the free slots that nothing waits for, and some ahead when jobs are short."""
+        wanted = self.slots.free + self.ahead - len(self.slots)
+        # Asking for a few at a time would cost a statement each.
+        return wanted if wanted * 2 >= self.ahead else 0
+
+    async def run(self) -> None:
+        pause = 0.0
+        while not self.stopping:
+            await self.finisher.room()
+            if (wanted := self._wanted()) <= 0:
+                self._room.clear()
+                await self._room.wait()
+                continue
+            try:
+                if await self._claim(wanted):
+                    pause = 0.0
+                    continue
+                if self._lingers():
+                    await self._woken(0.002 + 0.01 * random.random())
+                    continue
+                pause = await self._go_idle(pause)
+            except (psycopg.Error, OSError) as error:
+                self.lanes = Lanes()  # after a failover, numbers below the floors may be handed out again
+                self.idle = False
+                await self.link.failed(error, "claiming nothing until the database is back")
+
+    async def _go_idle(self, pause: float) -> float:
+        """Sleeps until woken or until the next poll; answers with the next pause while watchful."""
+        conn = await self.link.get()
+        if not self.idle:
+            await workers.mark_idle(conn, self.who.worker_id)
+            self.idle = True
+        elif pause == 0.0:
+            await self._woken(self.poll_interval * random.uniform(0.8, 1.0))
+            return 0.0
+        if await workers.may_sleep(conn):
+            if not self.wake.is_set() and not await self._claim(max(1, self._wanted())):
+                await self._woken(self.poll_interval * random.uniform(0.8, 1.0))
+            return 0.0
+        pause = min(max(pause * 2, WATCHFUL), self.poll_interval)
+        await self._woken(pause)
+        return pause
+
+    async def _woken(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self.wake.wait()
+        except TimeoutError:
+            return
+        self.wake.clear()
+        self._wakes.append(time.monotonic())
+        del self._wakes[:-20]
+
+    def _lingers(self) -> bool:
+        """Woken twenty times within a second: looking again is cheaper for everybody than sleeping and being woken."""
+        now = time.monotonic()
+        return (
+            not self.idle and len(self._wakes) == 20 and now - self._wakes[0] < 1.0 and now - self._wakes[-1] < LINGER
+        )
+
+    async def _claim(self, wanted: int) -> bool:
+        """Claims and hands the jobs to the slots; the book-keeping comes after they have started."""
+        self.wake.clear()
+        limit = min(wanted, LARGEST_BATCH)
+        conn = await self.link.get()
+        claims = await claim_next(conn, self.who, self.lanes, limit)
+        got, parked = self._hand_over(claims)
+        if got == 0 and not parked:
+            self.ahead //= 2
+            return False
+        now = time.monotonic()
+        if got >= limit:
+            if now - self._busy_since_batch < QUICK:
+                self.ahead = min(max(self.ahead * 2, self.slots.threads), LARGEST_BATCH)
+            elif now - self._busy_since_batch > SLOW:
+                self.ahead //= 2
+        self._busy_since_batch = now
+        if self.idle:
+            self.idle = False
+            await asyncio.sleep(0)  # the handlers first
+            await workers.mark_busy(conn, self.who.worker_id)
+        if parked:
+            await workers.wake(
+                conn, *map(list, zip(*[(j.queue, j.type, j.thread_demand) for j in parked], strict=True))
+            )
+        if got >= limit:
+            # There is more than this worker takes: the next idle one is woken, and so on down the line.
+            last = claims[-1].jobs[-1]
+            await workers.wake(conn, [last.queue], [last.type], [1])
+        return got > 0
+
+    def _hand_over(self, claims: list[Claim]) -> tuple[int, list[Claimed]]:
+        got, parked = 0, []
+        for claim in claims:
+            mine = [job for job in claim.jobs if not job.parked]
+            parked += [job for job in claim.jobs if job.parked]
+            got += len(mine)
+            if logger.isEnabledFor(logging.DEBUG):
+                for job in mine:
+                    say(logger, logging.DEBUG, "job.claimed", f"claimed job {job.id} {job.type}", job=job.id)
+            self.slots.offer(mine, claim.lease_token)
+        return got, parked

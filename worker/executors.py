@@ -1,0 +1,69 @@
+"""Where handlers run: `async def` on the loop, `def` in a thread, executor="process" in a child process.
+
+A coroutine is cancelled at its timeout. A child process is killed at its timeout. A thread cannot be stopped from
+outside: its handler learns of a timeout or a cancellation at its next ctx.check().
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from pgqueue.app import JobType
+from pgqueue.worker.children import Children
+
+if TYPE_CHECKING:
+    from pgqueue.worker.attempt import Attempt
+    from pgqueue.worker.host import WorkerHost
+
+
+class Executors:
+    def __init__(self, threads: int, host: WorkerHost) -> None:
+        self.host = host
+        self.threads = ThreadPoolExecutor(threads, thread_name_prefix="job")
+        self.children = Children()
+
+    def call(
+        self, handler: JobType[..., Any], attempt: Attempt, arguments: dict[str, Any]
+    ) -> Callable[[], Awaitable[Any]]:
+        """The handler, ready to be awaited."""
+        fn, ctx = handler.fn, attempt.ctx
+        if handler.executor == "async":
+            if handler.takes_context:
+                return lambda: fn(ctx, **arguments)
+            return lambda: fn(**arguments)
+        loop = asyncio.get_running_loop()
+        if handler.executor == "thread":
+            attempt.on_stop = lambda why: None  # ctx.check() sees it
+            call = (lambda: fn(ctx, **arguments)) if handler.takes_context else (lambda: fn(**arguments))
+            return lambda: loop.run_in_executor(self.threads, call)
+        return lambda: self._in_child(handler, attempt, arguments)
+
+    async def _in_child(self, handler: JobType[..., Any], attempt: Attempt, arguments: dict[str, Any]) -> Any:
+        loop = asyncio.get_running_loop()
+        child = self.children.take()
+        attempt.on_stop = child.stop
+        timers: list[asyncio.TimerHandle] = []
+
+        def start_timer() -> None:
+            # From when the handler starts: the time that a new process needs is not the job's.
+            if attempt.ctx.timeout is not None:
+                timers.append(loop.call_later(attempt.ctx.timeout, child.time_out))
+
+        def started() -> None:
+            loop.call_soon_threadsafe(start_timer)
+
+        try:
+            return await loop.run_in_executor(
+                self.threads, child.run, handler, attempt.ctx, arguments, self.host, started
+            )
+        finally:
+            for timer in timers:
+                timer.cancel()
+            self.children.give_back(child)
+
+    def close(self) -> None:
+        self.children.close()
+        self.threads.shutdown(wait=False, cancel_futures=True)

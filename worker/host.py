@@ -1,0 +1,194 @@
+"""What a worker does for its handlers: progress, child jobs, chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import pickle
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from psycopg_pool import AsyncConnectionPool
+
+from pgqueue import enqueue, finish, steps
+from pgqueue.app import BoundJob, JobRef
+from pgqueue.arguments import result_text
+from pgqueue.context import Context
+from pgqueue.db import CONNECT, Connection, translated
+from pgqueue.enqueue import Added
+from pgqueue.job import Lease, NewJob
+from pgqueue.outcome import BadResult
+from pgqueue.worker.children import spawning
+
+T = TypeVar("T")
+C = TypeVar("C")
+
+PROGRESS_EVERY = 1.0
+
+
+class WorkerHost:
+    def __init__(self, dsn: str, threads: int, name: str) -> None:
+        self.dsn = dsn
+        self.threads = threads
+        self.name = name
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._pool: AsyncConnectionPool[Connection] | None = None
+        self._processes: ProcessPoolExecutor | None = None
+        self._chunk_threads: ThreadPoolExecutor | None = None
+        self._progress: dict[int, tuple[str, dict[str, Any]]] = {}
+        self._flushing: asyncio.TimerHandle | None = None
+        self._flushes: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[Connection]:
+        """From a small pool of their own, so that handlers never take what claims and heartbeats need."""
+        if self._pool is None:
+            self._pool = AsyncConnectionPool(
+                self.dsn,
+                min_size=0,
+                max_size=4,
+                open=False,
+                kwargs={
+                    "autocommit": True,
+                    "prepare_threshold": None,
+                    "application_name": f"pgqueue-handlers {self.name}",
+                    **CONNECT,
+                },
+            )
+        await self._pool.open()
+        async with self._pool.connection() as conn:
+            yield conn
+
+    # Progress: the last word of each job, written once a second.
+
+    def report_progress(self, ctx: Context, progress: dict[str, Any]) -> None:
+        assert self.loop is not None
+        self._progress[ctx.id] = (ctx.lease_token, progress)
+        self.loop.call_soon_threadsafe(self._plan_flush)
+
+    def _plan_flush(self) -> None:
+        if self._flushing is None and self.loop is not None:
+            self._flushing = self.loop.call_later(PROGRESS_EVERY, self._start_flush)
+
+    def _start_flush(self) -> None:
+        assert self.loop is not None
+        self._flushing = None
+        task = self.loop.create_task(self._flush())
+        self._flushes.add(task)
+        task.add_done_callback(self._flushes.discard)
+
+    async def _flush(self) -> None:
+        reported, self._progress = self._progress, {}
+        try:
+            async with self.connection() as conn:
+                for id, (token, progress) in reported.items():
+                    await finish.progress(conn, Lease(id, token), json.dumps(progress))
+        except Exception:
+            # Progress is a courtesy: an outage loses it, not the job.
+            return
+
+    # Jobs from handlers, only while the lease stands.
+
+    async def add_job(self, ctx: Context, job: NewJob) -> Added:
+        with translated():
+            async with self.connection() as conn, conn.transaction():
+                await conn.execute("SELECT pgqueue.assert_lease(%s, %s)", [ctx.id, ctx.lease_token], prepare=False)
+                return await enqueue.add_job(conn, job)
+
+    def add_job_sync(self, ctx: Context, job: NewJob) -> Added:
+        return self._from_thread(self.add_job(ctx, job))
+
+    async def enqueue(self, ctx: Context, job: BoundJob[T]) -> JobRef[T]:
+        return job.ref(await self.add_job(ctx, job.new_job))
+
+    def enqueue_sync(self, ctx: Context, job: BoundJob[T]) -> JobRef[T]:
+        return job.ref(self.add_job_sync(ctx, job.new_job))
+
+    # Chunks
+
+    async def map_chunks(
+        self, ctx: Context, fn: Callable[[Sequence[C]], T], items: Sequence[C], executor: str
+    ) -> list[T]:
+        if executor not in ("process", "thread"):
+            raise ValueError('map_chunks: executor is "process" or "thread"')
+        count = max(1, min(ctx.threads, len(items)))
+        bounds = [(i * len(items) // count, (i + 1) * len(items) // count) for i in range(count)]
+        async with self.connection() as conn:
+            kept = await steps.load_steps(conn, ctx.id)
+        return list(
+            await asyncio.gather(
+                *(self._chunk(ctx, fn, items[low:high], low, high, executor, kept) for low, high in bounds)
+            )
+        )
+
+    def map_chunks_sync(
+        self, ctx: Context, fn: Callable[[Sequence[C]], T], items: Sequence[C], executor: str
+    ) -> list[T]:
+        return self._from_thread(self.map_chunks(ctx, fn, items, executor))
+
+    async def _chunk(
+        self,
+        ctx: Context,
+        fn: Callable[[Sequence[C]], T],
+        chunk: Sequence[C],
+        low: int,
+        high: int,
+        executor: str,
+        kept: dict[str, str | None],
+    ) -> T:
+        # The digest keeps a result from being used for other items that stand at the same place.
+        digest = hashlib.sha256(pickle.dumps(chunk)).hexdigest()[:16]
+        name = f"chunk:{fn.__module__}.{fn.__qualname__}:{low}:{high}:{digest}"
+        if name not in kept:
+            ctx.check()
+            text = result_text(await self._run_chunk(fn, chunk, executor))
+            async with self.connection() as conn:
+                await steps.save_step(conn, Lease(ctx.id, ctx.lease_token), name, text)
+            kept[name] = text
+        text = kept[name]
+        # Always as it was stored, so that a retry sees the same.
+        result: T = None if text is None else json.loads(text)  # type: ignore[assignment]
+        return result
+
+    async def _run_chunk(self, fn: Callable[[Sequence[C]], T], chunk: Sequence[C], executor: str) -> T:
+        loop = asyncio.get_running_loop()
+        pool = self._chunk_pool(executor)
+        try:
+            return await loop.run_in_executor(pool, fn, chunk)
+        except BrokenProcessPool as error:
+            self._processes = None
+            raise RuntimeError("a process that ran a chunk died") from error
+        except (pickle.PicklingError, AttributeError) as error:
+            if executor == "process" and "pickle" in str(error).lower():
+                raise BadResult(
+                    f"map_chunks: {fn.__qualname__} must be a function at the top of a module, or say executor='thread'"
+                ) from error
+            raise
+
+    def _chunk_pool(self, executor: str) -> Executor:
+        if executor == "thread":
+            self._chunk_threads = self._chunk_threads or ThreadPoolExecutor(self.threads, thread_name_prefix="chunk")
+            return self._chunk_threads
+        self._processes = self._processes or ProcessPoolExecutor(self.threads, mp_context=spawning)
+        return self._processes
+
+    def _from_thread(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        assert self.loop is not None
+        assert threading.current_thread() is not threading.main_thread(), "the _sync methods are for def handlers"
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    async def close(self) -> None:
+        if self._flushing is not None:
+            self._flushing.cancel()
+            await self._flush()
+        if self._processes is not None:
+            self._processes.shutdown(wait=False, cancel_futures=True)
+        if self._chunk_threads is not None:
+            self._chunk_threads.shutdown(wait=False, cancel_futures=True)
+        if self._pool is not None:
+            await self._pool.close()

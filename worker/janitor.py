@@ -1,0 +1,134 @@
+"""What every worker does for all, without a leader: promote, rescue, prune, make partitions, look for cancellations."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable
+from uuid import UUID
+
+import psycopg
+
+from pgqueue import finish, promote, prune, rescue, workers
+from pgqueue.db import Connection
+from pgqueue.job import Lease
+from pgqueue.log import say
+from pgqueue.worker.link import Link
+
+logger = logging.getLogger("pgqueue.worker")
+
+RECONCILE_AFTER = 10.0
+PRUNE_EVERY = 600.0
+
+
+class Janitor:
+    def __init__(
+        self,
+        link: Link,
+        worker_id: UUID,
+        *,
+        poll_interval: float,
+        rescue_interval: float,
+        retention_days: float,
+        known: Callable[[], set[int]],
+        cancel: Callable[[Iterable[int]], None],
+        ready: Callable[[], None],
+    ) -> None:
+        self.link = link
+        self.worker_id = worker_id
+        self.poll_interval = poll_interval
+        self.rescue_interval = rescue_interval
+        self.retention_days = retention_days
+        self.known = known
+        """The jobs that this worker knows to be its own."""
+        self.cancel = cancel
+        self.ready = ready
+        """Told when there may be something to claim."""
+        self.due = promote.DueFloor()
+        self.wake = asyncio.Event()
+        self._next_due: float | None = None
+        self._next_rescue = 0.0
+        self._next_sweep = 0.0
+        self._next_reconcile = time.monotonic() + RECONCILE_AFTER
+        self._next_prune = 0.0
+
+    def due_in(self, seconds: float) -> None:
+        """A job of ours is due then: get up in time."""
+        when = time.monotonic() + seconds
+        if self._next_due is None or when < self._next_due:
+            self._next_due = when
+            self.wake.set()
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self.run_once(await self.link.get())
+            except (psycopg.Error, OSError) as error:
+                await self.link.failed(error, "rescue and promotion wait until the database is back")
+            await self._sleep()
+
+    async def _sleep(self) -> None:
+        seconds = self.poll_interval
+        if self._next_due is not None:
+            seconds = min(seconds, max(0.0, self._next_due - time.monotonic()))
+        try:
+            async with asyncio.timeout(seconds):
+                await self.wake.wait()
+        except TimeoutError:
+            pass
+        self.wake.clear()
+
+    async def run_once(self, conn: Connection) -> None:
+        now = time.monotonic()
+        if self._next_due is not None and now >= self._next_due:
+            await self._promote(conn)
+        if now >= self._next_sweep:
+            # Below the floor a job can only be if its transaction committed late.
+            self._next_sweep = now + self.poll_interval * 5
+            self.due.run_at = promote.BEGINNING
+        tick = await workers.tick(conn, self.worker_id, self.due.run_at)
+        self._next_due = None if tick.due_in is None else time.monotonic() + max(0.0, tick.due_in)
+        if tick.due_in is not None and tick.due_in <= 0:
+            await self._promote(conn)
+            self._next_due = time.monotonic()
+        if tick.cancelled:
+            self.cancel(tick.cancelled)
+        if tick.parked:
+            self.ready()
+        if now >= self._next_rescue:
+            self._next_rescue = now + self.rescue_interval * random.uniform(0.8, 1.0)
+            await self._rescue(conn)
+        if now >= self._next_reconcile:
+            self._next_reconcile = now + RECONCILE_AFTER
+            await self._reconcile(conn)
+        if now >= self._next_prune:
+            self._next_prune = now + PRUNE_EVERY * random.uniform(0.8, 1.2)
+            await prune.make_partitions(conn)
+            if dropped := await prune.prune(conn, self.retention_days):
+                say(logger, logging.INFO, "history.pruned", f"dropped {dropped} days of history", partitions=dropped)
+
+    async def _promote(self, conn: Connection) -> None:
+        self._next_due = None
+        if await promote.promote(conn, self.due):
+            self.ready()
+
+    async def _rescue(self, conn: Connection) -> None:
+        rescued = await rescue.rescue(conn)
+        if rescued.jobs:
+            text = f"rescued {rescued.jobs} jobs of dead workers"
+            if rescued.poisoned:
+                text += f"; {rescued.poisoned} of them killed too many workers and are in the dead letter queue"
+            say(logger, logging.WARNING, "jobs.rescued", text, jobs=rescued.jobs, poisoned=rescued.poisoned)
+            self.ready()
+
+    async def _reconcile(self, conn: Connection) -> None:
+        """A claim whose answer was lost left jobs that nobody runs; as this worker lives, nobody would rescue them."""
+        leases = await workers.claimed_by(conn, self.worker_id, RECONCILE_AFTER)
+        known = self.known()
+        strangers = [Lease(lease.id, lease.lease_token) for lease in leases if lease.id not in known]
+        if strangers and (released := await finish.release(conn, strangers)):
+            text = f"gave back {len(released)} jobs of a claim whose answer was lost"
+            say(logger, logging.WARNING, "jobs.reconciled", text, jobs=len(released))
+            self.ready()

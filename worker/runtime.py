@@ -1,0 +1,391 @@
+"""The worker process: puts the parts together, and stops them in order.
+
+Stopping: no more claims; waiting jobs are given back at once; running ones get their grace, then are told to end and
+given back, uncharged; what ended is written; the worker's row is retired.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+
+from pgqueue import finish, migrate, workers
+from pgqueue.app import JobType, PgQueue
+from pgqueue.claim import Claimant, Claimed
+from pgqueue.errors import DatabaseUnavailable
+from pgqueue.job import Lease
+from pgqueue.listen import Listener
+from pgqueue.log import say
+from pgqueue.outcome import JobAbandoned, JobCancelled
+from pgqueue.settings import Settings
+from pgqueue.worker import attempt
+from pgqueue.worker.attempt import Attempt
+from pgqueue.worker.claimer import Claimer
+from pgqueue.worker.executors import Executors
+from pgqueue.worker.finisher import Finisher
+from pgqueue.worker.heartbeat import Heartbeat, Vitals
+from pgqueue.worker.host import WorkerHost
+from pgqueue.worker.janitor import Janitor
+from pgqueue.worker.link import Link
+from pgqueue.worker.slots import Slots
+from pgqueue.workers import Pulse, Worker
+
+logger = logging.getLogger("pgqueue.worker")
+
+MARGIN = 2.0
+"""Of the grace, for giving back and writing."""
+STALE_AFTER = 1.0
+"""Claimed jobs that wait while no slot gets free are given back after this many seconds: somebody else may be idle."""
+
+
+class Runtime:
+    def __init__(
+        self,
+        app: PgQueue,
+        dsn: str,
+        settings: Settings,
+        *,
+        threads: int,
+        queues: list[str] | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.app = app
+        self.settings = settings
+        self.dsn = dsn
+        self.types: dict[str, JobType[..., Any]] = dict(app.types)
+        self.worker = Worker(
+            id=uuid4(),
+            name=name or f"{socket.gethostname()}-{os.getpid()}",
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            version=installed_version(),
+            queues=queues,
+            types=sorted(self.types),
+            threads=threads,
+            listening=False,
+            lease_timeout=settings.lease_timeout,
+        )
+        self.slots = Slots(threads)
+        self.running: dict[int, Attempt] = {}
+        self.host = WorkerHost(dsn, threads, self.worker.name)
+        self.executors = Executors(threads, self.host)
+        self.stopping = False
+        self.draining = False
+        self._last_start = time.monotonic()
+        self._signals = 0
+        self._stop = asyncio.Event()
+        self._hurry = False
+
+    # The life of the process
+
+    async def run(self) -> None:
+        """Until stop() is called, or a signal has the same effect."""
+        self.loop = self.host.loop = asyncio.get_running_loop()
+        self._assemble()
+        await self._wait_for_schema()
+        await self._register()
+        self.heartbeat.start()
+        say(
+            logger,
+            logging.INFO,
+            "worker.started",
+            f"started with {self.worker.threads} threads, queues {', '.join(self.worker.queues or ['all'])},"
+            f" types {', '.join(self.worker.types or [])}",
+            id=str(self.worker.id),
+            threads=self.worker.threads,
+        )
+        tasks = [asyncio.create_task(part, name=name) for name, part in self._parts()]
+        stopped = asyncio.create_task(self._stop.wait())
+        try:
+            done, _ = await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if stopped not in done:
+                broken = next(task for task in tasks if task.done())
+                say(
+                    logger,
+                    logging.CRITICAL,
+                    "worker.broken",
+                    f"{broken.get_name()} ended unexpectedly; the worker stops",
+                )
+        finally:
+            stopped.cancel()
+            await self._shut_down(tasks)
+        for task in tasks:
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                raise error
+
+    def _assemble(self) -> None:
+        name = self.worker.name
+        self.who = Claimant(
+            self.worker.id, self.worker.queues, self.worker.types, self.worker.threads, largest=self.worker.threads
+        )
+        self.janitor = Janitor(
+            Link(self.dsn, f"pgqueue-janitor {name}"),
+            self.worker.id,
+            poll_interval=self.settings.poll_interval,
+            rescue_interval=self.settings.rescue_interval,
+            retention_days=self.settings.retention_days,
+            known=self._known,
+            cancel=self._cancel,
+            ready=self._ready,
+        )
+        self.finisher = Finisher(Link(self.dsn, f"pgqueue-finish {name}"), self.janitor.due_in)
+        self.claimer = Claimer(
+            Link(self.dsn, f"pgqueue-claim {name}"), self.who, self.slots, self.finisher, self.settings.poll_interval
+        )
+        self.listener = Listener(
+            self.settings.listen_url or self.dsn, workers.channel(self.worker.id), self._heard, f"pgqueue-listen {name}"
+        )
+        self.heartbeat = Heartbeat(
+            self.dsn, self.worker, self.settings.heartbeat_interval, self._vitals, self._beat_from_thread
+        )
+
+    def _parts(self) -> Iterable[tuple[str, Any]]:
+        yield "claimer", self.claimer.run()
+        yield "finisher", self.finisher.run()
+        yield "janitor", self.janitor.run()
+        yield "listener", self.listener.run()
+        yield "housekeeping", self._keep_house()
+        for number in range(self.worker.threads):
+            yield f"runner {number}", self._runner()
+
+    async def _wait_for_schema(self) -> None:
+        """The database may come up after the worker; a schema that this code does not know is not waited for."""
+        link = self.claimer.link
+        while True:
+            conn = await link.get()
+            try:
+                await migrate.check_schema(conn)
+                return
+            except (psycopg.Error, OSError, DatabaseUnavailable) as error:
+                await link.failed(error, "waiting for the database")
+
+    async def _register(self) -> None:
+        while True:
+            try:
+                await workers.register(await self.claimer.link.get(), self.worker)
+                self.heartbeat.confirmed = time.monotonic()
+                return
+            except (psycopg.Error, OSError) as error:
+                await self.claimer.link.failed(error, "registering when the database is back")
+
+    def stop(self) -> None:
+        """The first call lets running jobs finish within the grace; the second cancels them."""
+        self._signals += 1
+        if self._signals == 1:
+            self.stopping = True
+            self.claimer.stop()
+            self._stop.set()
+            count = len(self.running)
+            if count:
+                jobs = ", ".join(f"{one.job.id} {one.job.type}" for one in list(self.running.values())[:5])
+                text = f"stopping: waiting up to {self._grace():.0f} s for {count} running jobs"
+                text += f" ({jobs}{', …' if count > 5 else ''}); once more to cancel them"
+            else:
+                text = "stopping"
+            say(logger, logging.INFO, "worker.stopping", text, running=count)
+        else:
+            self._hurry = True
+
+    def _grace(self) -> float:
+        return max(0.0, self.settings.shutdown_grace - min(MARGIN, self.settings.shutdown_grace / 2))
+
+    async def _shut_down(self, tasks: list[asyncio.Task[Any]]) -> None:
+        deadline = time.monotonic() + self._grace()
+        self.stopping = True
+        self.claimer.stop()
+        claimer = next(task for task in tasks if task.get_name() == "claimer")
+        # A claim that is under way ends first: its jobs are given back, not left to a rescue.
+        await asyncio.wait([claimer], timeout=min(2.0, self._grace() / 2))
+        self._give_back_waiting()
+        while self.running and time.monotonic() < deadline and not self._hurry:
+            await asyncio.sleep(0.01)
+            self._give_back_waiting()
+        left = list(self.running.values())
+        for one in left:
+            one.stop(JobAbandoned("the worker stops"))
+        # Coroutines end at once, processes within a second; a thread that does not look is left behind, fenced off.
+        patience = time.monotonic() + min(1.5, max(0.2, self.settings.shutdown_grace / 4))
+        while self.running and time.monotonic() < patience:  # noqa: ASYNC110 - it is threads that we wait for
+            await asyncio.sleep(0.01)
+        for one in list(self.running.values()):
+            self.finisher.put(Lease(one.job.id, one.ctx.lease_token), one.job)
+        finisher = next(task for task in tasks if task.get_name() == "finisher")
+        self.finisher.stop()
+        await asyncio.wait([finisher], timeout=max(1.0, deadline + MARGIN - time.monotonic()))
+        if len(self.finisher):
+            text = f"{len(self.finisher)} outcomes could not be written: their jobs will be rescued"
+            say(logger, logging.ERROR, "worker.unwritten", text)
+        self.heartbeat.stop()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._retire()
+        await self.host.close()
+        self.executors.close()
+        for link in (self.claimer.link, self.finisher.link, self.janitor.link):
+            await link.close()
+        say(
+            logger,
+            logging.INFO,
+            "worker.stopped",
+            "stopped",
+            completed=self.finisher.completed,
+            failed=self.finisher.failed,
+        )
+
+    async def _retire(self) -> None:
+        try:
+            async with asyncio.timeout(2):
+                conn = await self.finisher.link.get()
+                await workers.retire(
+                    conn, self.worker.id, completed=self.finisher.completed, failed=self.finisher.failed
+                )
+        except (psycopg.Error, OSError, TimeoutError):
+            return  # its lease runs out by itself
+
+    # Jobs
+
+    async def _runner(self) -> None:
+        """One job after the other. There are as many runners as slots, so no task is made for a job."""
+        slots, claimer = self.slots, self.claimer
+        in_a_row = 0
+        while True:
+            entry = None if self.stopping else slots.take()
+            if entry is None:
+                in_a_row = 0
+                await slots.something_to_do()
+                continue
+            job, lease_token, threads = entry
+            try:
+                await self._run(job, lease_token, threads)
+            finally:
+                slots.give_back(job, threads)
+                claimer.freed()
+            in_a_row += 1
+            if in_a_row % 50 == 0:
+                # Handlers that never wait would keep everybody else from the loop.
+                await asyncio.sleep(0)
+
+    async def _run(self, job: Claimed, lease_token: str, threads: int) -> None:
+        if not self.heartbeat.lease_stands():
+            # We were away for so long that others may have taken it: asking costs nothing, running twice may.
+            self.finisher.put(Lease(job.id, lease_token), job)
+            return
+        self._last_start = time.monotonic()
+        if logger.isEnabledFor(logging.INFO):
+            fields = {"job": job.id, "type": job.type, "queue": job.queue, "attempt": job.attempt + 1}
+            say(logger, logging.INFO, "job.started", f"processing job {job.id} {job.type}", **fields)
+        if job.lost and not await self._announce(job, lease_token, threads):
+            return
+        self.finisher.put(
+            await attempt.run(job, lease_token, threads, self.types[job.type], self.app, self.executors, self.running),
+            job,
+        )
+
+    async def _announce(self, job: Claimed, lease_token: str, threads: int) -> bool:
+        """A job that was lost with a worker before says that it runs: only it is charged if this worker dies, too."""
+        try:
+            async with self.host.connection() as conn:
+                return await finish.start(conn, Lease(job.id, lease_token), threads)
+        except (psycopg.Error, OSError):
+            self.finisher.put(Lease(job.id, lease_token), job)
+            return False
+
+    def _give_back_waiting(self) -> None:
+        for job, lease_token in self.slots.clear():
+            self.finisher.put(Lease(job.id, lease_token), job)
+
+    async def _keep_house(self) -> None:
+        """Once a second: jobs that wait behind slow ones go back, so that an idle worker can have them."""
+        while True:
+            await asyncio.sleep(STALE_AFTER / 2)
+            stuck = not self.slots.free and time.monotonic() - self._last_start > STALE_AFTER
+            if stuck and (self.slots.small or len(self.slots.suspects) > 1):
+                self.claimer.ahead = 0
+                self._give_back_waiting()
+
+    def _known(self) -> set[int]:
+        return set(self.running) | self.slots.waiting_ids() | self.finisher.ids()
+
+    def _cancel(self, ids: Iterable[int]) -> None:
+        for id in ids:
+            if (one := self.running.get(id)) is not None:
+                one.stop(JobCancelled("somebody cancelled the job"))
+
+    # Messages
+
+    def _ready(self) -> None:
+        self.claimer.wake.set()
+
+    def _heard(self, payload: str) -> None:
+        if payload != "cancel":
+            self.claimer.wake.set()
+        self.janitor.wake.set()
+
+    def _vitals(self) -> Vitals:
+        vitals = Vitals()
+        vitals.threads_used = self.slots.used
+        vitals.completed = self.finisher.completed
+        vitals.failed = self.finisher.failed
+        vitals.listening = self.listener.hears
+        return vitals
+
+    def _beat_from_thread(self, pulse: Pulse) -> None:
+        self.loop.call_soon_threadsafe(self._beat, pulse)
+
+    def _beat(self, pulse: Pulse) -> None:
+        self.who.largest = max(pulse.largest, 1)
+        if pulse.notify_queue > 0.5:
+            text = f"PostgreSQL's notification queue is {pulse.notify_queue:.0%} full: some listener does not read"
+            say(logger, logging.WARNING, "notify.filling", text)
+        if pulse.draining and not self.stopping:
+            say(logger, logging.INFO, "worker.draining", "an operator asked this worker to drain")
+            self.stop()
+
+
+def installed_version() -> str:
+    try:
+        return version("pgqueue-server")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def run(runtime: Runtime) -> None:
+    """Runs it in this process until a signal stops it; ends the process even if some thread does not."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, runtime.stop)
+        await runtime.run()
+
+    try:
+        try:
+            import uvloop
+        except ImportError:
+            asyncio.run(main())
+        else:
+            uvloop.run(main())
+    except BaseException:
+        logging.getLogger("pgqueue.worker").exception("the worker ended with an error")
+        flush_and_exit(1)
+    flush_and_exit(0)
+
+
+def flush_and_exit(code: int) -> None:
+    # A handler's thread that does not end must not keep the process: its lease is given back, its result refused.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

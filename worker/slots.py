@@ -1,0 +1,106 @@
+"""The slots of a worker and the claimed jobs that wait for one.
+
+A job takes as many slots as it demands, all at once. Smaller jobs may pass a big one that waits for slots, until it has
+waited for PASS_FOR seconds: then freed slots are kept for it. A suspect, which was lost with a worker before, does not
+run beside another suspect: should it kill this worker too, only it is to blame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Iterable
+
+from pgqueue.claim import Claimed
+
+PASS_FOR = 5.0
+
+
+class Slots:
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self.free = threads
+        self.small: deque[tuple[Claimed, str]] = deque()
+        self.big: deque[tuple[Claimed, str, float]] = deque()
+        self.suspects: deque[tuple[Claimed, str]] = deque()
+        self.suspect_runs = False
+        self._sleepers: deque[asyncio.Future[None]] = deque()
+
+    def __len__(self) -> int:
+        """The jobs that wait here."""
+        return len(self.small) + len(self.big) + len(self.suspects)
+
+    @property
+    def used(self) -> int:
+        return self.threads - self.free
+
+    def demand(self, job: Claimed) -> int:
+        """What it gets: a demand that no worker can meet runs with one slot."""
+        return job.thread_demand if job.thread_demand <= self.threads else 1
+
+    def offer(self, jobs: Iterable[Claimed], lease_token: str) -> None:
+        for job in jobs:
+            if job.lost:
+                self.suspects.append((job, lease_token))
+            elif job.thread_demand > 1 and self.demand(job) > 1:
+                self.big.append((job, lease_token, time.monotonic()))
+            else:
+                self.small.append((job, lease_token))
+        self._wake(min(len(self), self.free))
+
+    def take(self) -> tuple[Claimed, str, int] | None:
+        """The next job that fits into the free slots, which are then its own."""
+        if not self.free:
+            return None
+        if self.suspects and not self.suspect_runs and self.demand(self.suspects[0][0]) <= self.free:
+            job, token = self.suspects.popleft()
+            self.suspect_runs = True
+            return self._use(job, token)
+        if self.big:
+            job, token, since = self.big[0]
+            if self.demand(job) <= self.free and not (self.small and self.small[0][0].priority > job.priority):
+                self.big.popleft()
+                return self._use(job, token)
+            if time.monotonic() - since > PASS_FOR:
+                return None
+        if self.small:
+            job, token = self.small.popleft()
+            self.free -= 1
+            return job, token, 1
+        return None
+
+    def give_back(self, job: Claimed, slots: int) -> None:
+        self.free += slots
+        if job.lost:
+            self.suspect_runs = False
+        if slots > 1 or self.big or self.suspects:
+            self._wake(self.free)
+
+    def clear(self) -> list[tuple[Claimed, str]]:
+        """Takes out every waiting job; answers with them and their tokens."""
+        waiting = [(entry[0], entry[1]) for queue in (self.small, self.big, self.suspects) for entry in queue]
+        self.small.clear()
+        self.big.clear()
+        self.suspects.clear()
+        return waiting
+
+    def waiting_ids(self) -> set[int]:
+        return {entry[0].id for queue in (self.small, self.big, self.suspects) for entry in queue}
+
+    async def something_to_do(self) -> None:
+        future = asyncio.get_running_loop().create_future()
+        self._sleepers.append(future)
+        await future
+
+    def _use(self, job: Claimed, token: str) -> tuple[Claimed, str, int]:
+        slots = self.demand(job)
+        self.free -= slots
+        return job, token, slots
+
+    def _wake(self, count: int) -> None:
+        while count > 0 and self._sleepers:
+            future = self._sleepers.popleft()
+            if not future.done():
+                future.set_result(None)
+                count -= 1

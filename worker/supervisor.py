@@ -1,0 +1,69 @@
+"""`--processes N`: keeps N worker processes running, restarts one that dies, and passes signals on."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field
+from types import FrameType
+
+from pgqueue.log import say
+
+logger = logging.getLogger("pgqueue.supervisor")
+
+SETTLED = 10.0
+"""One that ran for so many seconds is restarted at once; one that dies sooner waits, longer each time."""
+LONGEST_PAUSE = 30.0
+
+
+@dataclass
+class Member:
+    name: str
+    command: list[str]
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
+    pause: float = 0.0
+    restart_at: float = field(default=0.0)
+
+
+def supervise(commands: dict[str, list[str]]) -> int:
+    """Runs them until SIGTERM or SIGINT; answers with the exit code of this process."""
+    members = [Member(name, command) for name, command in commands.items()]
+    signals: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        signals.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
+    passed = 0
+    while True:
+        for member in members:
+            if not signals:
+                _keep_running(member)
+        while passed < len(signals):
+            passed += 1
+            for member in members:
+                if member.process is not None and member.process.poll() is None:
+                    member.process.send_signal(signal.SIGTERM)
+        if signals and all(member.process is None or member.process.poll() is not None for member in members):
+            return max((abs(member.process.returncode) for member in members if member.process is not None), default=0)
+        time.sleep(0.05)
+
+
+def _keep_running(member: Member) -> None:
+    now = time.monotonic()
+    if member.process is not None and member.process.poll() is not None:
+        code, member.process = member.process.returncode, None
+        member.pause = 0.0 if now - member.started > SETTLED else min(max(member.pause * 2, 0.5), LONGEST_PAUSE)
+        member.restart_at = now + member.pause
+        text = f"{member.name} ended with {code}; it is started again" + (
+            f" in {member.pause:g} s" if member.pause else ""
+        )
+        say(logger, logging.ERROR, "worker.died", text, name=member.name, code=code)
+    if member.process is None and now >= member.restart_at:
+        # A group of its own: Ctrl-C in the terminal reaches this process, which passes it on once.
+        member.process = subprocess.Popen(member.command, start_new_session=True)
+        member.started = now
