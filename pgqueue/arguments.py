@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import re
+import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, NoReturn, NotRequired, Union, get_args, get_origin, get_type_hints
@@ -17,12 +19,13 @@ from pydantic import (
     ValidationError,
     with_config,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 from typing_extensions import TypedDict
 
 from pgqueue.context import Context
 from pgqueue.errors import InvalidJob
-from pgqueue.outcome import Snooze, Undecodable, encode_result
+from pgqueue.outcome import BadResult, Snooze, Undecodable, encode_result
 
 WHOLE = "payload"
 """A handler whose only argument has this name takes any JSON, not only an object."""
@@ -41,6 +44,8 @@ class Arguments:
                 raise TypeError(
                     f"{type}: *{parameter.name} has no names for the payload's values; write them as arguments"
                 )
+            if isinstance(parameter.default, FieldInfo):
+                raise TypeError(f"{type}: write {parameter.name}: Annotated[…, Field(…)], and its default after it")
             if parameter.kind is parameter.POSITIONAL_ONLY:
                 raise TypeError(
                     f"{type}: {parameter.name} is positional-only, but arguments come by name from the payload"
@@ -72,12 +77,16 @@ class Arguments:
                 if parameter.kind is parameter.VAR_KEYWORD:
                     given |= given.pop(parameter.name, {})
         try:
-            checked = self._adapter.validator.validate_python(given)
-            return dumps(self._adapter.dump_python(checked, mode="json"))
+            text = dumps(self._adapter.dump_python(self._validate(given), mode="json", by_alias=True))
         except ValidationError as error:
             raise InvalidJob(f"{self.type}: {told(error)}") from error
         except (PydanticSerializationError, TypeError, ValueError, RecursionError, UnicodeError) as error:
             raise InvalidJob(f"{self.type}: the arguments cannot be stored as JSON: {error}") from error
+        try:
+            self.decode(text)
+        except Undecodable as error:
+            raise InvalidJob(f"{self.type}: the handler could not read its own arguments back: {error}") from error
+        return text
 
     def decode(self, text: str) -> tuple[Any, dict[str, Any]]:
         """The payload, and the handler's keyword arguments."""
@@ -99,12 +108,13 @@ class Arguments:
         except (ValidationError, RecursionError):
             raise Undecodable(told(first)) from first
 
-    def decode_result(self, text: str | None) -> Any:
+    def decode_result(self, text: str) -> Any:
         """A stored result as the handler's annotation has it."""
-        if text is None:
-            return None
         if self._result is None:
-            self._result = TypeAdapter(_without_snooze(self._returns))
+            try:
+                self._result = TypeAdapter(_without_snooze(self._returns))
+            except (PydanticSchemaGenerationError, PydanticUserError):
+                self._result = TypeAdapter(Any)
         value = loads(text)
         try:
             return self._result.validate_python(value)
@@ -126,11 +136,30 @@ class Arguments:
 
 def result_text(value: Any) -> str | None:
     """What a handler returned, as JSON text; what is no JSON by itself (dates, models …) as pydantic writes it."""
-    return None if value is None else encode_result(value, to_jsonable_python)
+    if value is None:
+        return None
+    try:
+        return encode_result(value, to_jsonable_python)
+    except BadResult as error:
+        if not isinstance(error.__cause__, TypeError):
+            raise
+    # A dict with dates or the like as its keys.
+    try:
+        return encode_result(to_jsonable_python(value))
+    except (ValueError, RecursionError) as error:
+        raise BadResult(f"the result cannot be stored as JSON: {error}") from error
 
 
 def dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    """JSON text that PostgreSQL can store; ValueError, TypeError or RecursionError say why there is none."""
+    text = json.dumps(value, default=to_jsonable_python, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    if "\\u0000" in text and _NUL.search(text):
+        raise ValueError("a NUL character cannot be stored")
+    text.encode()  # lone surrogates cannot
+    return text
+
+
+_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
 def loads(text: str) -> Any:
@@ -177,6 +206,14 @@ def told(error: ValidationError) -> str:
 def _hints(fn: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_type_hints(fn, include_extras=True)
+    except NameError:
+        pass
+    # The annotation is text, and what it names may be local to the function that defines the handler.
+    frame = sys._getframe()
+    while frame.f_back and frame.f_globals["__name__"] in ("pgqueue.arguments", "pgqueue.jobtype", "pgqueue.app"):
+        frame = frame.f_back
+    try:
+        return get_type_hints(fn, localns=dict(frame.f_locals), include_extras=True)
     except NameError as error:
         raise TypeError(
             f"{fn.__qualname__}: an annotation cannot be read where the handler is defined: {error}"
@@ -205,7 +242,7 @@ def _object(type: str, parameters: list[inspect.Parameter], hints: dict[str, Any
             extra = "allow"
         else:
             fields[parameter.name] = hint if parameter.default is parameter.empty else NotRequired[hint]
-    return with_config(ConfigDict(extra=extra, arbitrary_types_allowed=False))(TypedDict(type, fields))  # type: ignore[operator]
+    return with_config(ConfigDict(extra=extra))(TypedDict(type, fields))  # type: ignore[operator]
 
 
 def _without_snooze(hint: Any) -> Any:

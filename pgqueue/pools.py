@@ -15,7 +15,8 @@ import psycopg
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
 from pgqueue.db import CONNECT, Connection, translated
-from pgqueue.settings import Settings
+from pgqueue.errors import InvalidSettings
+from pgqueue.settings import Settings, mask
 
 LARGEST = 4
 PATIENCE = 10.0
@@ -30,6 +31,8 @@ ARGUMENTS: dict[str, Any] = {
 
 class Pools:
     def __init__(self, database_url: str | None, settings: Settings | None) -> None:
+        self.unnamed = database_url is None and settings is None
+        """Whether only the environment says which database it is."""
         self._url = database_url
         self._settings = settings
         self._async: dict[asyncio.AbstractEventLoop, AsyncConnectionPool[Connection]] = {}
@@ -45,11 +48,23 @@ class Pools:
             self._url = database_url(self._settings or Settings.from_env())
         return self._url
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {
+            "conninfo": self.database_url,
+            "kwargs": ARGUMENTS,
+            "min_size": 0,
+            "max_size": LARGEST,
+            "timeout": PATIENCE,
+            "reconnect_timeout": PATIENCE,
+            "num_workers": 1,
+        }
+
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
         loop = asyncio.get_running_loop()
         pool = self._async.get(loop)
-        with translated():
+        with translated(), self._readable_url():
             if pool is None:
                 pool = await self._open(loop)
             conn = await pool.getconn()
@@ -61,7 +76,7 @@ class Pools:
     async def _open(self, loop: asyncio.AbstractEventLoop) -> AsyncConnectionPool[Connection]:
         # A pool only says that it has waited too long; one connection of our own says what is wrong, and at once.
         await (await psycopg.AsyncConnection.connect(self.database_url, **ARGUMENTS)).close()
-        for other in [other for other in self._async if other.is_closed()]:
+        for other in [other for other in list(self._async) if other.is_closed()]:
             self._async.pop(other, None)
         if (pool := self._async.get(loop)) is None:
             pool = AsyncConnectionPool(
@@ -79,7 +94,7 @@ class Pools:
 
     @contextmanager
     def connection_sync(self) -> Iterator[psycopg.Connection]:
-        with translated():
+        with translated(), self._readable_url():
             pool = self._open_sync()
             conn = pool.getconn()
         try:
@@ -92,18 +107,22 @@ class Pools:
             # The pool of a parent process has no threads here, and its connections are the parent's.
             if self._sync is None or self._pid != os.getpid():
                 psycopg.connect(self.database_url, **ARGUMENTS).close()
-                self._sync = ConnectionPool(
-                    self.database_url,
-                    kwargs=ARGUMENTS,
-                    min_size=0,
-                    max_size=LARGEST,
-                    timeout=PATIENCE,
-                    open=True,
-                    check=_check_sync,
-                )
+                self._sync = ConnectionPool(**self.arguments, open=True, check=_check_sync)
                 self._pid = os.getpid()
                 weakref.finalize(self, _close, self._sync, self._pid)
             return self._sync
+
+    @contextmanager
+    def _readable_url(self) -> Iterator[None]:
+        try:
+            yield
+        except psycopg.ProgrammingError as error:
+            if error.sqlstate is not None:
+                raise
+            # libpq's own words would show the password.
+            raise InvalidSettings(
+                [f"DATABASE_URL={mask(self.database_url)}: PostgreSQL cannot read this URL"]
+            ) from None
 
     async def close(self) -> None:
         if (pool := self._async.pop(asyncio.get_running_loop(), None)) is not None:
