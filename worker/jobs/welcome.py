@@ -50,13 +50,14 @@ def send_welcome_email(ctx: Context, email: Email, name: Annotated[str, Field(ma
     except smtplib.SMTPNotSupportedError as error:
         raise GiveUp(f"{config.smtp_host}: {error}") from error
     except (smtplib.SMTPResponseException, smtplib.SMTPRecipientsRefused) as error:
-        code, told = answer(error)
+        code, words = answer(error)
         if code >= 500:
-            raise GiveUp(f"{config.smtp_host} refused for good: {code} {told}") from error
+            raise GiveUp(f"{config.smtp_host} refused for good: {code} {words}") from error
         raise
     # The message is out: from here on nothing may fail, or a retry would send another.
-    ctx.log(f"Successfully sent welcome email to {email}", message_id=message["Message-ID"])
-    return {"message": f"Successfully sent welcome email to {email}", "message_id": message["Message-ID"]}
+    told, message_id = f"Successfully sent welcome email to {email}", str(message["Message-ID"])
+    ctx.log(told, message_id=message_id)
+    return {"message": told, "message_id": message_id}
 
 
 def welcome(ctx: Context, config: Settings, email: str, name: str) -> EmailMessage:
@@ -64,8 +65,8 @@ def welcome(ctx: Context, config: Settings, email: str, name: str) -> EmailMessa
         raise GiveUp("no mail server: set SMTP_HOST (and SMTP_PORT, SMTP_EMAIL, SMTP_PASSWORD)")
     if not config.smtp_email:
         raise GiveUp("no sender: set SMTP_EMAIL")
-    # Line breaks become spaces; other control characters and halves of surrogate pairs have no place in a header.
-    name = "".join(each for each in " ".join(name.split()) if unicodedata.category(each) not in ("Cc", "Cs"))
+    # Line breaks become spaces; other control characters have no place in a header.
+    name = "".join(each for each in " ".join(name.split()) if unicodedata.category(each) != "Cc")
     message = EmailMessage()
     try:
         sender = email_address(config.smtp_email)
@@ -89,15 +90,11 @@ def welcome(ctx: Context, config: Settings, email: str, name: str) -> EmailMessa
 
 def deliver(config: Settings, message: EmailMessage) -> None:
     host, port = config.smtp_host or "", config.smtp_port
-    tls, encrypted = ssl.create_default_context(), port == 465
-    with closing(
-        smtplib.SMTP_SSL(host, port, timeout=TIMEOUT, context=tls)
-        if encrypted
-        else smtplib.SMTP(host, port, timeout=TIMEOUT)
-    ) as smtp:
+    with closing(connected(host, port)) as smtp:
         smtp.ehlo_or_helo_if_needed()
+        encrypted = isinstance(smtp, smtplib.SMTP_SSL)
         if not encrypted and smtp.has_extn("starttls"):
-            smtp.starttls(context=tls)
+            smtp.starttls(context=ssl.create_default_context())
             encrypted = True
         if config.smtp_password:
             if not encrypted and host not in LOOPBACK:
@@ -109,11 +106,17 @@ def deliver(config: Settings, message: EmailMessage) -> None:
             smtp.quit()
 
 
+def connected(host: str, port: int) -> smtplib.SMTP:
+    if port == smtplib.SMTP_SSL_PORT:
+        return smtplib.SMTP_SSL(host, port, timeout=TIMEOUT, context=ssl.create_default_context())
+    return smtplib.SMTP(host, port, timeout=TIMEOUT)
+
+
 def answer(error: smtplib.SMTPResponseException | smtplib.SMTPRecipientsRefused) -> tuple[int, str]:
     """The server's code and words."""
-    told: bytes | str
+    words: bytes | str
     if isinstance(error, smtplib.SMTPRecipientsRefused):
-        code, told = next(iter(error.recipients.values()))  # there is one recipient only
+        code, words = next(iter(error.recipients.values()))  # there is one recipient only
     else:
-        code, told = error.smtp_code, error.smtp_error
-    return code, told.decode(errors="replace") if isinstance(told, bytes) else told
+        code, words = error.smtp_code, error.smtp_error
+    return code, words.decode(errors="replace") if isinstance(words, bytes) else words
