@@ -580,8 +580,9 @@ class Server(Controller):
         super().__init__(mailbox, hostname="127.0.0.1", port=0, **options)
 
     def _trigger_server(self) -> None:
+        assert isinstance(self.server, asyncio.Server)
         self.port = self.server.sockets[0].getsockname()[1]
-        super()._trigger_server()
+        super()._trigger_server()  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture
@@ -653,6 +654,7 @@ async def test_any_name_is_safe(smtp: Callable[..., Mailbox], name: str, shown: 
     await run("send_welcome_email", {"email": "ana@example.com", "name": name})
     [message], [(_, recipients, _)] = mailbox.messages, mailbox.envelopes
     assert recipients == ["ana@example.com"]
+    assert mailbox.contents[0].isascii()
     assert message["Bcc"] is None
     [to] = message["To"].addresses
     assert (to.display_name, to.addr_spec) == (shown, "ana@example.com")

@@ -6,6 +6,7 @@ import smtplib
 import ssl
 import unicodedata
 from contextlib import closing, suppress
+from email import policy
 from email.headerregistry import Address
 from email.message import EmailMessage
 from email.utils import localtime
@@ -19,6 +20,9 @@ from pgqueue.worker.jobs.base import app, settings
 
 TIMEOUT = 30.0
 """Seconds that the server may take for one answer."""
+
+SEVEN_BIT = policy.SMTP.clone(cte_type="7bit")
+"""Not every server takes more."""
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -67,7 +71,7 @@ def welcome(ctx: Context, config: Settings, email: str, name: str) -> EmailMessa
         raise GiveUp("no sender: set SMTP_EMAIL")
     # Line breaks become spaces; other control characters have no place in a header.
     name = "".join(each for each in " ".join(name.split()) if unicodedata.category(each) != "Cc")
-    message = EmailMessage()
+    message = EmailMessage(SEVEN_BIT)
     try:
         sender = email_address(config.smtp_email)
     except ValueError as error:
