@@ -5,7 +5,6 @@ import subprocess
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from urllib.parse import urlsplit
 from uuid import uuid4
 
 import psycopg
@@ -14,13 +13,12 @@ from psycopg import errors as pg
 from psycopg import sql
 
 from pgqueue import control, enqueue, finish, migrate, promote, prune, read, rescue, steps, workers
-from pgqueue.embedded import PostgresServer
 from pgqueue.errors import LeaseLost
 from pgqueue.job import Lease, NewJob, Status
+from tests.db.logins import LOGINS, PASSWORD, connected_as, dsn_of
 from tests.db.queue import MiniWorker, add, statuses, value
 
-PASSWORD = "test"
-ROLES = {"P": "producer", "W": "worker", "A": "auditor", "O": "operator", "S": "stranger"}
+ROLES = {role[0].upper(): role for role in LOGINS}
 
 ALLOWED = {
     "type": "'t'",
@@ -131,30 +129,6 @@ MATRIX = {
         "COMMENT ON TABLE pgqueue.jobs IS 'mine'",
     ],
 }
-
-
-@pytest.fixture(scope="session")
-def logins(server: PostgresServer) -> None:
-    """A login for each role, with that role and nothing else; the stranger has nothing at all."""
-    with psycopg.connect(server.dsn, autocommit=True) as conn:
-        for role in ROLES.values():
-            conn.execute(f"CREATE ROLE test_{role} LOGIN PASSWORD '{PASSWORD}'")
-            if role != "stranger":
-                conn.execute(f"GRANT pgqueue_{role} TO test_{role}")
-
-
-def dsn_of(login: str, dsn: str) -> str:
-    parts = urlsplit(dsn)
-    return parts._replace(netloc=f"{login}:{PASSWORD}@{parts.hostname}:{parts.port}").geturl()
-
-
-@asynccontextmanager
-async def connected_as(role: str, dsn: str) -> AsyncIterator[psycopg.AsyncConnection]:
-    connection = await psycopg.AsyncConnection.connect(dsn_of(f"test_{role}", dsn), autocommit=True)
-    try:
-        yield connection
-    finally:
-        await connection.close()
 
 
 async def some_jobs(conn: psycopg.AsyncConnection) -> dict[str, object]:
