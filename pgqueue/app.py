@@ -8,6 +8,7 @@ from datetime import timedelta
 from functools import partial
 from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
+from weakref import WeakValueDictionary
 
 from pgqueue.arguments import dumps
 from pgqueue.context import Context
@@ -25,6 +26,10 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 Middleware = Callable[[Context, Callable[[], Awaitable[Any]]], Awaitable[Any]]
+
+
+alive: WeakValueDictionary[int, PgQueue] = WeakValueDictionary()
+"""For tests, which send every one of them to another database; in the order in which they were made."""
 
 
 class JobOptions(TypedDict, total=False):
@@ -69,7 +74,9 @@ class PgQueue:
     def __init__(self, database_url: str | None = None, *, settings: Settings | None = None) -> None:
         self.types: dict[str, JobType[..., Any]] = {}
         self.middlewares: list[Middleware] = []
+        self.included: list[PgQueue] = []
         self.pools = Pools(database_url, settings)
+        alive[id(self)] = self
 
     # Handlers
 
@@ -113,6 +120,7 @@ class PgQueue:
         """Takes over the other's handlers and middlewares. An other that names no database adds its jobs to ours."""
         for job_type in other.types.values():
             self._add(job_type)
+        self.included.append(other)
         if other.pools.unnamed:
             other.pools = self.pools
         self.middlewares += [each for each in other.middlewares if each not in self.middlewares]

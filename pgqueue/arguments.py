@@ -53,7 +53,7 @@ class Arguments:
         self.signature = signature.replace(parameters=parameters)
         self.whole = [parameter.name for parameter in parameters] == [WHOLE]
         self._empty = not parameters
-        self._defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         self._returns = hints.get("return", Any)
         try:
             self._adapter: TypeAdapter[Any] = TypeAdapter(
@@ -71,7 +71,7 @@ class Arguments:
         except TypeError as error:
             raise InvalidJob(f"{self.type}: {error}") from None
         if self.whole:
-            given = given.get(WHOLE, self._defaults.get(WHOLE))
+            given = given.get(WHOLE, self.defaults.get(WHOLE))
         else:
             for parameter in self.signature.parameters.values():
                 if parameter.kind is parameter.VAR_KEYWORD:
@@ -129,7 +129,7 @@ class Arguments:
     def json_schema(self) -> dict[str, Any]:
         schema = self._adapter.json_schema()
         if not self.whole:
-            for name, default in self._defaults.items():
+            for name, default in self.defaults.items():
                 schema["properties"][name]["default"] = to_jsonable_python(default, fallback=repr)
         return schema
 

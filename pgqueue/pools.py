@@ -34,6 +34,7 @@ class Pools:
         self.unnamed = database_url is None and settings is None
         """Whether only the environment says which database it is."""
         self._url = database_url
+        self._elsewhere: str | None = None
         self._settings = settings
         self._async: dict[asyncio.AbstractEventLoop, AsyncConnectionPool[Connection]] = {}
         self._sync: ConnectionPool[psycopg.Connection] | None = None
@@ -42,11 +43,24 @@ class Pools:
 
     @property
     def database_url(self) -> str:
-        if self._url is None:
+        if (url := self._elsewhere or self._url) is None:
             from pgqueue.embedded import database_url
 
-            self._url = database_url(self._settings or Settings.from_env())
-        return self._url
+            url = database_url(self._settings or Settings.from_env())
+        return url
+
+    def redirect(self, url: str | None) -> None:
+        """From now on to this database, or with None to its own again; for tests."""
+        self._elsewhere = url
+        self.close_sync()
+        while self._async:
+            loop, pool = self._async.popitem()
+            if not loop.is_closed():
+                closing = pool.close()
+                if loop.is_running():
+                    asyncio.run_coroutine_threadsafe(closing, loop)
+                else:
+                    loop.run_until_complete(closing)
 
     @property
     def arguments(self) -> dict[str, Any]:
