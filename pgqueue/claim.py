@@ -116,16 +116,17 @@ class Lanes:
         self.forget(ended)
 
 
-async def claim_next(conn: Connection, who: Claimant, lanes: Lanes, limit: int) -> list[Claim]:
-    """Up to `limit` jobs: from the known lanes, and from a sweep when those do not fill it or one is due."""
+async def claim_next(conn: Connection, who: Claimant, lanes: Lanes, limit: int, *, quick: bool = False) -> list[Claim]:
+    """Up to `limit` jobs: from the known lanes, and from a sweep when those do not fill it or one is due. `quick`
+    leaves out what is not due: whoever is about to sleep must not be quick."""
     now = time.monotonic()
-    if lanes.sweep_is_due(now):
+    if lanes.sweep_is_due(now) or (quick and not lanes.floors):
         found = [await sweep(conn, who, lanes, limit)]
     else:
         found = [await claim(conn, who, lanes, limit)] if lanes.floors else []
-        if sum(len(one.jobs) for one in found) < limit and lanes.may_sweep(now):
-            found.append(await sweep(conn, who, lanes, limit - sum(len(one.jobs) for one in found)))
-    if not any(job for one in found for job in one.jobs if not job.parked):
+        if not quick and lanes.may_sweep(now) and (missing := limit - sum(len(one.jobs) for one in found)) > 0:
+            found.append(await sweep(conn, who, lanes, missing))
+    if not quick and not any(job for one in found for job in one.jobs if not job.parked):
         found.append(await claim_parked(conn, who, limit))
     return [one for one in found if one.jobs]
 

@@ -31,6 +31,8 @@ class Listener:
         self.application_name = application_name
         self.hears = False
         """Whether notifications are known to arrive."""
+        self.changed: Callable[[], None] = lambda: None
+        """Told when that changes."""
 
     async def run(self) -> None:
         pause = 0.1
@@ -40,7 +42,9 @@ class Listener:
                 try:
                     await self._listen(conn)
                 finally:
-                    self.hears = False
+                    if self.hears:
+                        self.hears = False
+                        self.changed()
                     await conn.close()
             except (psycopg.Error, DatabaseUnavailable, OSError) as error:
                 say(logger, logging.WARNING, "listen.lost", f"the listener lost its connection: {error}")
@@ -69,6 +73,7 @@ class Listener:
                     waiting_for = None
                     if not self.hears:
                         self.hears = True
+                        self.changed()
                         # What was committed before LISTEN took effect was not notified: somebody must look.
                         self.heard("")
                     break

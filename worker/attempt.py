@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pgqueue.app import JobType, PgQueue
+from pgqueue.app import JobType, Middleware
 from pgqueue.claim import Claimed
 from pgqueue.context import Context
 from pgqueue.finish import Cancelled, Completed, Failed, Snoozed
@@ -63,9 +63,10 @@ async def run(
     lease_token: str,
     threads: int,
     handler: JobType[..., Any],
-    app: PgQueue,
+    middlewares: Sequence[Middleware],
     executors: Executors,
     running: dict[int, Attempt],
+    task: asyncio.Task[Any],
 ) -> Outcome:
     """Runs the handler and turns what comes of it into an outcome. Raises only if the worker itself is cancelled."""
     started = time.monotonic()
@@ -88,12 +89,10 @@ async def run(
         threads=threads,
         started=started,
     )
-    task = asyncio.current_task()
-    assert task is not None
     attempt = running[job.id] = Attempt(job, ctx, task)
     try:
         call = executors.call(handler, attempt, arguments)
-        for middleware in reversed(app.middlewares):
+        for middleware in reversed(middlewares):
             call = wrapped(middleware, ctx, call)
         if timeout is not None and handler.executor == "async":
             try:
@@ -127,7 +126,7 @@ async def run(
 
 
 def wrapped(
-    middleware: Callable[[Context, Callable[[], Awaitable[Any]]], Awaitable[Any]],
+    middleware: Middleware,
     ctx: Context,
     call: Callable[[], Awaitable[Any]],
 ) -> Callable[[], Awaitable[Any]]:

@@ -45,6 +45,8 @@ class Claimer:
         self.idle = False
         """Whether the database says so."""
         self.wake = asyncio.Event()
+        self.look_closer = False
+        """Whether to look at parked jobs and below the floors, too, before sleeping again."""
         self.stopping = False
         self._room = asyncio.Event()
         self._wakes: list[float] = []
@@ -75,7 +77,7 @@ class Claimer:
                 await self._room.wait()
                 continue
             try:
-                if await self._claim(wanted):
+                if await self._claim(wanted, quick=True):
                     pause = 0.0
                     continue
                 if self._lingers():
@@ -93,11 +95,13 @@ class Claimer:
         if not self.idle:
             await workers.mark_idle(conn, self.who.worker_id)
             self.idle = True
-        elif pause == 0.0:
+        elif pause == 0.0 and not self.look_closer:
+            # Nothing has happened since it went to sleep.
             await self._woken(self.poll_interval * random.uniform(0.8, 1.0))
             return 0.0
+        self.look_closer = False
         if await workers.may_sleep(conn):
-            if not self.wake.is_set() and not await self._claim(max(1, self._wanted())):
+            if not self.wake.is_set() and not await self._claim(max(1, self._wanted()), quick=False):
                 await self._woken(self.poll_interval * random.uniform(0.8, 1.0))
             return 0.0
         pause = min(max(pause * 2, WATCHFUL), self.poll_interval)
@@ -111,6 +115,7 @@ class Claimer:
         except TimeoutError:
             return
         self.wake.clear()
+        self.look_closer = True
         self._wakes.append(time.monotonic())
         del self._wakes[:-20]
 
@@ -121,12 +126,12 @@ class Claimer:
             not self.idle and len(self._wakes) == 20 and now - self._wakes[0] < 1.0 and now - self._wakes[-1] < LINGER
         )
 
-    async def _claim(self, wanted: int) -> bool:
+    async def _claim(self, wanted: int, *, quick: bool) -> bool:
         """Claims and hands the jobs to the slots; the book-keeping comes after they have started."""
         self.wake.clear()
         limit = min(wanted, LARGEST_BATCH)
         conn = await self.link.get()
-        claims = await claim_next(conn, self.who, self.lanes, limit)
+        claims = await claim_next(conn, self.who, self.lanes, limit, quick=quick)
         got, parked = self._hand_over(claims)
         if got == 0 and not parked:
             self.ahead //= 2

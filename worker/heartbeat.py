@@ -39,10 +39,15 @@ class Heartbeat:
         """When the last heartbeat that PostgreSQL confirmed was sent: the lease holds from then."""
         self._link = Link(dsn, f"pgqueue-heartbeat {worker.name}")
         self._stop = threading.Event()
+        self._now = False
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="heartbeat", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    def now(self) -> None:
+        """There is news: do not wait for the next beat."""
+        self._now = True
 
     def stop(self) -> None:
         self._stop.set()
@@ -64,12 +69,13 @@ class Heartbeat:
                 # Sooner than usual: the lease is running out.
                 self._stop.wait(min(self.interval, 0.5))
                 continue
-            while not self._stop.is_set() and time.monotonic() - started < self.interval:
+            while not (self._stop.is_set() or self._now) and time.monotonic() - started < self.interval:
                 self._stop.wait(min(0.1, self.interval))
         await self._link.close()
 
     async def _beat(self, started: float) -> None:
         conn = await self._link.get()
+        self._now = False
         vitals = self.vitals()
         pulse = await workers.heartbeat(
             conn,

@@ -149,6 +149,7 @@ class Runtime:
         self.heartbeat = Heartbeat(
             self.dsn, self.worker, self.settings.heartbeat_interval, self._vitals, self._beat_from_thread
         )
+        self.listener.changed = self.heartbeat.now
 
     def _parts(self) -> Iterable[tuple[str, Any]]:
         yield "claimer", self.claimer.run()
@@ -259,6 +260,8 @@ class Runtime:
     async def _runner(self) -> None:
         """One job after the other. There are as many runners as slots, so no task is made for a job."""
         slots, claimer = self.slots, self.claimer
+        task = asyncio.current_task()
+        assert task is not None
         in_a_row = 0
         while True:
             entry = None if self.stopping else slots.take()
@@ -268,7 +271,7 @@ class Runtime:
                 continue
             job, lease_token, threads = entry
             try:
-                await self._run(job, lease_token, threads)
+                await self._run(job, lease_token, threads, task)
             finally:
                 slots.give_back(job, threads)
                 claimer.freed()
@@ -277,7 +280,7 @@ class Runtime:
                 # Handlers that never wait would keep everybody else from the loop.
                 await asyncio.sleep(0)
 
-    async def _run(self, job: Claimed, lease_token: str, threads: int) -> None:
+    async def _run(self, job: Claimed, lease_token: str, threads: int, task: asyncio.Task[Any]) -> None:
         if not self.heartbeat.lease_stands():
             # We were away for so long that others may have taken it: asking costs nothing, running twice may.
             self.finisher.put(Lease(job.id, lease_token), job)
@@ -288,10 +291,11 @@ class Runtime:
             say(logger, logging.INFO, "job.started", f"processing job {job.id} {job.type}", **fields)
         if job.lost and not await self._announce(job, lease_token, threads):
             return
-        self.finisher.put(
-            await attempt.run(job, lease_token, threads, self.types[job.type], self.app, self.executors, self.running),
-            job,
+        handler = self.types[job.type]
+        outcome = await attempt.run(
+            job, lease_token, threads, handler, self.app.middlewares, self.executors, self.running, task
         )
+        self.finisher.put(outcome, job)
 
     async def _announce(self, job: Claimed, lease_token: str, threads: int) -> bool:
         """A job that was lost with a worker before says that it runs: only it is charged if this worker dies, too."""
@@ -326,6 +330,7 @@ class Runtime:
     # Messages
 
     def _ready(self) -> None:
+        self.claimer.look_closer = True
         self.claimer.wake.set()
 
     def _heard(self, payload: str) -> None:

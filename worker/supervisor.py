@@ -49,7 +49,9 @@ def supervise(commands: dict[str, list[str]]) -> int:
                 if member.process is not None and member.process.poll() is None:
                     member.process.send_signal(signal.SIGTERM)
         if signals and all(member.process is None or member.process.poll() is not None for member in members):
-            return max((abs(member.process.returncode) for member in members if member.process is not None), default=0)
+            codes = [member.process.returncode for member in members if member.process is not None]
+            # One that was stopped before it could listen to signals ended as it should, too.
+            return max((abs(code) for code in codes if code != -signal.SIGTERM), default=0)
         time.sleep(0.05)
 
 

@@ -62,6 +62,8 @@ def _print(service: Service, process: "subprocess.Popen[str]") -> None:
     assert process.stdout is not None
     with process.stdout as lines:
         for line in lines:
-            click.echo(f"{click.style(service.name, fg='cyan')} | {line.rstrip()}", err=True)
+            # A worker's line says already whose it is.
+            prefix = "" if " | " in line else f"{click.style(service.name, fg='cyan')} | "
+            click.echo(prefix + line.rstrip(), err=True)
     if (code := process.wait()) not in (0, -signal.SIGTERM):
         click.secho(f"{service.name} ended with exit code {code}", fg="red", err=True)

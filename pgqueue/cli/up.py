@@ -25,7 +25,11 @@ class _Stop(BaseException):
 
 @click.command("up")
 @directory_option
-def command(directory: Path | None) -> None:
+@click.option("--workers", type=click.IntRange(0, 64), default=2, show_default=True, help="Worker processes.")
+@click.option(
+    "--app", "apps", multiple=True, help="A module with your PgQueue, beside the types that ship. Repeatable."
+)
+def command(directory: Path | None, workers: int, apps: tuple[str, ...]) -> None:
     """Start everything here, and stop it with Ctrl-C.
 
     Without DATABASE_URL a PostgreSQL and a Valkey of its own run in the folder --dir and keep their data there.
@@ -41,8 +45,11 @@ def command(directory: Path | None) -> None:
             else:
                 services_environ, banner = _start_servers(settings, directory or settings.directory, stack)
                 migrate.up(services_environ["DATABASE_URL"])
-            services: list[Service] = []
-            stack.enter_context(running(services, services_environ))
+            if settings.log == "auto":
+                services_environ["PGQUEUE_LOG"] = "pretty"
+            # A little more than their own: they end by themselves, and are killed only if they do not.
+            grace = settings.shutdown_grace + 5
+            stack.enter_context(running(_workers(workers, apps), services_environ, grace))
             stack.callback(click.echo, "stopping", err=True)
             click.secho(f"\npgqueue {version('pgqueue-server')} is up\n", bold=True, err=True)
             click.echo("\n".join([*banner, "\nCtrl-C stops it."]), err=True)
@@ -50,6 +57,13 @@ def command(directory: Path | None) -> None:
                 signal.pause()
     except _Stop:
         click.echo("stopped", err=True)
+
+
+def _workers(count: int, apps: tuple[str, ...]) -> list[Service]:
+    arguments = ["worker", "--processes", str(count)]
+    for app in ("pgqueue.worker.jobs", *apps):
+        arguments += ["--app", app]
+    return [Service("worker", tuple(arguments))] if count else []
 
 
 def _start_servers(settings: Settings, directory: Path, stack: ExitStack) -> tuple[dict[str, str], list[str]]:

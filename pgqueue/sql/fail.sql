@@ -29,7 +29,8 @@ WITH ended AS (
     SELECT g.id, g.queue, g.type, g.name, g.payload, 'failed', g.priority, g.seq, g.run_at, g.thread_demand, g.timeout,
         g.max_attempts, o.attempt, g.lost, g.idempotency_key, g.tags, g.created_at, g.worker_id, g.lease_token, o.threads_used,
         o.started_at, g.cancel_requested_at, g.progress, o.finished_at,
-        CASE WHEN o.reason IN ('error', 'timeout') AND o.delay IS NOT NULL THEN 'max_attempts' ELSE o.reason END,
+        CASE WHEN o.reason IN ('error', 'timeout') AND o.delay IS NOT NULL AND o.attempt >= g.max_attempts
+             THEN 'max_attempts' ELSE o.reason END,
         o.error_type, o.error
     FROM gone g JOIN owned o USING (id)
 ), history AS (

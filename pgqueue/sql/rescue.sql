@@ -10,7 +10,8 @@ WITH live AS MATERIALIZED (
 ), orphan AS MATERIALIZED (
     SELECT o.* FROM gap g
     CROSS JOIN LATERAL (
-        SELECT j.id FROM pgqueue.jobs_live j
+        SELECT j.id, j.worker_id, j.lease_token, j.attempt, j.lost, j.started_at, j.threads_used, j.cancel_requested_at
+        FROM pgqueue.jobs_live j
         WHERE j.status = 'running' AND j.worker_id > g.low AND j.worker_id < g.high
         ORDER BY j.worker_id
         LIMIT %(limit)s
@@ -19,12 +20,14 @@ WITH live AS MATERIALIZED (
     WHERE g.low IS NOT NULL
     LIMIT %(limit)s
 ), judged AS MATERIALIZED (
-    SELECT j.id, j.worker_id, j.attempt + 1 AS attempt, j.started_at,
-           j.lost + (j.lost = 0 OR j.threads_used IS NOT NULL)::int AS lost,
-           CASE WHEN j.cancel_requested_at IS NOT NULL THEN 'cancelled'
-                WHEN j.lost + (j.lost = 0 OR j.threads_used IS NOT NULL)::int >= %(max_lost)s THEN 'failed'
+    -- The locked row is the newest, the other is as old as what we know of the workers. If their leases differ, the job was
+    -- claimed since then, perhaps by a worker that is as new.
+    SELECT o.id, o.worker_id, o.attempt + 1 AS attempt, o.started_at,
+           o.lost + (o.lost = 0 OR o.threads_used IS NOT NULL)::int AS lost,
+           CASE WHEN o.cancel_requested_at IS NOT NULL THEN 'cancelled'
+                WHEN o.lost + (o.lost = 0 OR o.threads_used IS NOT NULL)::int >= %(max_lost)s THEN 'failed'
                 ELSE 'retried' END AS outcome
-    FROM pgqueue.jobs_live j JOIN orphan o USING (id)
+    FROM orphan o JOIN pgqueue.jobs_live j ON j.id = o.id AND j.lease_token = o.lease_token
 ), again AS (
     UPDATE pgqueue.jobs_live j
     SET status = 'pending', seq = nextval('pgqueue.ready'), lost = o.lost, worker_id = NULL, lease_token = NULL,
@@ -35,11 +38,12 @@ WITH live AS MATERIALIZED (
     DELETE FROM pgqueue.jobs_live j USING judged o WHERE j.id = o.id AND o.outcome <> 'retried'
     RETURNING j.*, o.outcome, o.lost AS losses
 ), ended AS (
+    -- Without the lease_token: it was not its holder who ended it.
     INSERT INTO pgqueue.jobs (id, queue, type, name, payload, status, priority, seq, run_at, thread_demand, timeout,
-        max_attempts, attempt, lost, idempotency_key, tags, created_at, worker_id, lease_token, threads_used, started_at,
+        max_attempts, attempt, lost, idempotency_key, tags, created_at, worker_id, threads_used, started_at,
         cancel_requested_at, progress, finished_at, reason, error_type, error)
     SELECT id, queue, type, name, payload, outcome::pgqueue.status, priority, seq, run_at, thread_demand, timeout,
-        max_attempts, attempt, losses, idempotency_key, tags, created_at, worker_id, lease_token, threads_used, started_at,
+        max_attempts, attempt, losses, idempotency_key, tags, created_at, worker_id, threads_used, started_at,
         cancel_requested_at, progress, statement_timestamp(),
         CASE outcome WHEN 'failed' THEN 'poison' ELSE 'cancelled' END,
         CASE outcome WHEN 'failed' THEN 'WorkerLost' END,
