@@ -24,9 +24,8 @@ from pgqueue.worker.slots import Slots
 logger = logging.getLogger("pgqueue.worker")
 
 LARGEST_BATCH = 500
-QUICK = 0.05
-"""A batch that was started within this many seconds may be twice as large next time."""
-SLOW = 0.2
+AHEAD = 0.05
+"""This many seconds of work are claimed ahead of the free slots: none when jobs are long, many when short."""
 WATCHFUL = 0.02
 LINGER = 0.1
 """A worker that is woken many times a second looks again by itself for so long before it marks itself idle."""
@@ -40,8 +39,8 @@ class Claimer:
         self.finisher = finisher
         self.poll_interval = poll_interval
         self.lanes = Lanes()
-        self.ahead = 0
-        """How many jobs beyond the free slots are worth claiming."""
+        self.mean_run: float | None = None
+        """Seconds that a job runs, of late."""
         self.idle = False
         """Whether the database says so."""
         self.wake = asyncio.Event()
@@ -50,23 +49,26 @@ class Claimer:
         self.stopping = False
         self._room = asyncio.Event()
         self._wakes: list[float] = []
-        self._busy_since_batch = 0.0
 
     def stop(self) -> None:
         self.stopping = True
         self.wake.set()
         self._room.set()
 
-    def freed(self) -> None:
-        """A slot is free, or a waiting job was started."""
+    def ran(self, seconds: float) -> None:
+        """A job ended after so many seconds, and its slots are free."""
+        self.mean_run = seconds if self.mean_run is None else self.mean_run + (seconds - self.mean_run) / 16
         if not self._room.is_set() and self._wanted() > 0:
             self._room.set()
 
     def _wanted(self) -> int:
         """How many more jobs to hold: the free slots that nothing waits for, and some ahead when jobs are short."""
-        wanted = self.slots.free + self.ahead - len(self.slots)
+        ahead = 0
+        if self.mean_run is not None:
+            ahead = min(LARGEST_BATCH, int(self.slots.threads * AHEAD / max(self.mean_run, 1e-6)))
+        wanted = self.slots.free + ahead - len(self.slots)
         # Asking for a few at a time would cost a statement each.
-        return wanted if wanted * 2 >= self.ahead else 0
+        return wanted if wanted * 2 >= ahead else 0
 
     async def run(self) -> None:
         pause = 0.0
@@ -134,15 +136,7 @@ class Claimer:
         claims = await claim_next(conn, self.who, self.lanes, limit, quick=quick)
         got, parked = self._hand_over(claims)
         if got == 0 and not parked:
-            self.ahead //= 2
             return False
-        now = time.monotonic()
-        if got >= limit:
-            if now - self._busy_since_batch < QUICK:
-                self.ahead = min(max(self.ahead * 2, self.slots.threads), LARGEST_BATCH)
-            elif now - self._busy_since_batch > SLOW:
-                self.ahead //= 2
-        self._busy_since_batch = now
         if self.idle:
             self.idle = False
             await asyncio.sleep(0)  # the handlers first

@@ -10,7 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from psycopg_pool import AsyncConnectionPool
@@ -53,6 +53,7 @@ class WorkerHost:
                 min_size=0,
                 max_size=4,
                 open=False,
+                timeout=5,
                 kwargs={
                     "autocommit": True,
                     "prepare_threshold": None,
@@ -185,7 +186,9 @@ class WorkerHost:
     async def close(self) -> None:
         if self._flushing is not None:
             self._flushing.cancel()
-            await self._flush()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(1):
+                    await self._flush()
         if self._processes is not None:
             self._processes.shutdown(wait=False, cancel_futures=True)
         if self._chunk_threads is not None:

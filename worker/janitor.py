@@ -20,6 +20,8 @@ from pgqueue.worker.link import Link
 logger = logging.getLogger("pgqueue.worker")
 
 RECONCILE_AFTER = 10.0
+TICK_PAUSE = 0.05
+"""However often it is woken, it asks no more often than this."""
 PRUNE_EVERY = 600.0
 
 
@@ -73,6 +75,8 @@ class Janitor:
         seconds = self.poll_interval
         if self._next_due is not None:
             seconds = min(seconds, max(0.0, self._next_due - time.monotonic()))
+        await asyncio.sleep(min(TICK_PAUSE, seconds))
+        seconds = max(0.0, seconds - TICK_PAUSE)
         try:
             async with asyncio.timeout(seconds):
                 await self.wake.wait()

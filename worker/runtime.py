@@ -270,11 +270,12 @@ class Runtime:
                 await slots.something_to_do()
                 continue
             job, lease_token, threads = entry
+            started = self._last_start = time.monotonic()
             try:
                 await self._run(job, lease_token, threads, task)
             finally:
                 slots.give_back(job, threads)
-                claimer.freed()
+                claimer.ran(time.monotonic() - started)
             in_a_row += 1
             if in_a_row % 50 == 0:
                 # Handlers that never wait would keep everybody else from the loop.
@@ -285,7 +286,6 @@ class Runtime:
             # We were away for so long that others may have taken it: asking costs nothing, running twice may.
             self.finisher.put(Lease(job.id, lease_token), job)
             return
-        self._last_start = time.monotonic()
         if logger.isEnabledFor(logging.INFO):
             fields = {"job": job.id, "type": job.type, "queue": job.queue, "attempt": job.attempt + 1}
             say(logger, logging.INFO, "job.started", f"processing job {job.id} {job.type}", **fields)
@@ -311,13 +311,19 @@ class Runtime:
             self.finisher.put(Lease(job.id, lease_token), job)
 
     async def _keep_house(self) -> None:
-        """Once a second: jobs that wait behind slow ones go back, so that an idle worker can have them."""
+        """Jobs that wait behind slow ones go back, so that an idle worker can have them. Who looks at the worker's row
+        sees soon whether it is busy."""
+        shown_busy = False
         while True:
             await asyncio.sleep(STALE_AFTER / 2)
-            stuck = not self.slots.free and time.monotonic() - self._last_start > STALE_AFTER
-            if stuck and (self.slots.small or len(self.slots.suspects) > 1):
-                self.claimer.ahead = 0
+            busy = not self.slots.free
+            since = time.monotonic() - self._last_start
+            if busy and since > STALE_AFTER and (self.slots.small or len(self.slots.suspects) > 1):
+                self.claimer.mean_run = since
                 self._give_back_waiting()
+            if busy != shown_busy:
+                shown_busy = busy
+                self.heartbeat.now()
 
     def _known(self) -> set[int]:
         return set(self.running) | self.slots.waiting_ids() | self.finisher.ids()
