@@ -10,12 +10,13 @@ from types import TracebackType
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 from weakref import WeakValueDictionary
 
-from pgqueue.arguments import dumps
+from pydantic_core import to_jsonable_python
+
 from pgqueue.context import Context
 from pgqueue.errors import InvalidJob
 from pgqueue.jobref import JobRef
 from pgqueue.jobtype import BoundJob, JobType, Using, UsingOptions, add, add_sync, foreign_job
-from pgqueue.outcome import Retry
+from pgqueue.outcome import Retry, dumps
 from pgqueue.pools import Pools
 from pgqueue.settings import Settings
 
@@ -165,6 +166,6 @@ class PgQueue:
 
 def _text(type: str, payload: Any) -> str:
     try:
-        return "{}" if payload is None else dumps(payload)
+        return "{}" if payload is None else dumps(payload, to_jsonable_python)
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidJob(f"{type}: the payload cannot be stored as JSON: {error}") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import re
 import sys
 import types
 from collections.abc import Callable, Mapping
@@ -25,7 +24,7 @@ from typing_extensions import TypedDict
 
 from pgqueue.context import Context
 from pgqueue.errors import InvalidJob
-from pgqueue.outcome import BadResult, Snooze, Undecodable, encode_result
+from pgqueue.outcome import BadResult, Snooze, Undecodable, dumps, encode_result
 
 WHOLE = "payload"
 """A handler whose only argument has this name takes any JSON, not only an object."""
@@ -55,12 +54,11 @@ class Arguments:
         self._empty = not parameters
         self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         self._returns = hints.get("return", Any)
-        try:
-            self._adapter: TypeAdapter[Any] = TypeAdapter(
-                hints.get(WHOLE, Any) if self.whole else _object(type, parameters, hints)
-            )
-        except (PydanticSchemaGenerationError, PydanticUserError) as error:
-            raise TypeError(f"{type}: an argument's type has no JSON form: {error}") from error
+        for parameter in parameters:
+            _require_json(type, parameter.name, hints.get(parameter.name, Any))
+        self._adapter: TypeAdapter[Any] = TypeAdapter(
+            hints.get(WHOLE, Any) if self.whole else _object(type, parameters, hints)
+        )
         self._validate = self._adapter.validator.validate_python
         self._result: TypeAdapter[Any] | None = None
 
@@ -104,8 +102,8 @@ class Arguments:
     def _as_json(self, text: str, first: ValidationError) -> Any:
         # Strict types take from JSON what they refuse as Python values: a date, for one, from its text.
         try:
-            return self._adapter.validate_json(text)
-        except (ValidationError, RecursionError):
+            return _validate_json(self._adapter, text)
+        except (ValueError, RecursionError):
             raise Undecodable(told(first)) from first
 
     def decode_result(self, text: str) -> Any:
@@ -120,8 +118,8 @@ class Arguments:
             return self._result.validate_python(value)
         except ValidationError as error:
             try:
-                return self._result.validate_json(text)
-            except ValidationError:
+                return _validate_json(self._result, text)
+            except ValueError:
                 raise Undecodable(
                     f"the result of {self.type} is not what its annotation says: {told(error)}"
                 ) from error
@@ -150,18 +148,6 @@ def result_text(value: Any) -> str | None:
         raise BadResult(f"the result cannot be stored as JSON: {error}") from error
 
 
-def dumps(value: Any) -> str:
-    """JSON text that PostgreSQL can store; ValueError, TypeError or RecursionError say why there is none."""
-    text = json.dumps(value, default=to_jsonable_python, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    if "\\u0000" in text and _NUL.search(text):
-        raise ValueError("a NUL character cannot be stored")
-    text.encode()  # lone surrogates cannot
-    return text
-
-
-_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
-
-
 def loads(text: str) -> Any:
     """JSON that strangers stored: PostgreSQL's JSON can be deeper and its numbers larger than Python's."""
     try:
@@ -184,7 +170,19 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
+def _float_sized(text: str) -> int:
+    if len(text) > 300:
+        raise ValueError("pydantic reads an integer that no float can hold as infinity")
+    return int(text)
+
+
+def _validate_json(adapter: TypeAdapter[Any], text: str) -> Any:
+    _careful_decoder.decode(text)
+    return adapter.validate_json(text)
+
+
 _decoder = json.JSONDecoder(parse_float=_finite, parse_constant=_no_constant)
+_careful_decoder = json.JSONDecoder(parse_float=_finite, parse_constant=_no_constant, parse_int=_float_sized)
 
 
 def told(error: ValidationError) -> str:
@@ -230,6 +228,14 @@ def _without_context(
                 raise TypeError(f"{fn.__qualname__}: the Context must be the first argument, before the payload's")
             return True, parameters[1:]
     return False, parameters
+
+
+def _require_json(type: str, name: str, hint: Any) -> None:
+    try:
+        TypeAdapter(hint)
+    except (PydanticSchemaGenerationError, PydanticUserError) as error:
+        shown = hint.__qualname__ if inspect.isclass(hint) else hint
+        raise TypeError(f"{type}: {name}: {shown} has no JSON form that pydantic knows") from error
 
 
 def _object(type: str, parameters: list[inspect.Parameter], hints: dict[str, Any]) -> Any:

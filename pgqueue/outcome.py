@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -145,14 +146,25 @@ def encode_result(value: Any, default: Callable[[Any], Any] | None = None) -> st
     if value is None:
         return None
     try:
-        text = json.dumps(value, default=default, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        if "\\u0000" in text:
-            raise ValueError("a NUL character cannot be stored")
+        text = dumps(value, default)
         if len(text.encode("utf-8")) > RESULT_LIMIT:
             raise ValueError("it is larger than 1 MiB: store it elsewhere and return a reference")
-    except (TypeError, ValueError, RecursionError, UnicodeError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise BadResult(f"the result cannot be stored as JSON: {error}") from error
     return text
+
+
+def dumps(value: Any, default: Callable[[Any], Any] | None = None) -> str:
+    """JSON text that PostgreSQL can store; TypeError, ValueError or RecursionError say why there is none."""
+    text = json.dumps(value, default=default, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    if "\\u0000" in text and _NUL.search(text):
+        raise ValueError("a NUL character cannot be stored")
+    text.encode("utf-8")  # a lone surrogate cannot
+    return text
+
+
+# Not a backslash, itself escaped, before the letters u0000.
+_NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 
 def seconds(delay: float | timedelta) -> float:

@@ -1,5 +1,6 @@
 """Jobs in the caller's own transaction: every kind of connection, committed and rolled back."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import (
@@ -200,10 +201,12 @@ def expected(order: int) -> tuple[Any, ...]:
 
 
 @sync_kinds
-def test_sync_connections(dsn: str, kind: Callable[[str], AbstractContextManager[Any]]) -> None:
+def test_sync_connections(dsn: str, runner: asyncio.Runner, kind: Callable[[str], AbstractContextManager[Any]]) -> None:
     with suppress(Undo), kind(dsn) as conn:
         assert ship.using(conn=conn).enqueue_sync(1).inserted
         assert len(ship.enqueue_many_sync([{"order": 2}], conn=conn)) == 1
+        with pytest.raises(TypeError, match="is synchronous: use enqueue_sync"):
+            runner.run(ship.using(conn=conn).enqueue(1))
         raise Undo
     assert stored(dsn) == []
 
@@ -227,6 +230,8 @@ async def test_async_connections(dsn: str, kind: Callable[[str], AbstractAsyncCo
         async with kind(dsn) as conn:
             assert (await ship.using(conn=conn).enqueue(1)).inserted
             assert len(await ship.enqueue_many([{"order": 2}], conn=conn)) == 1
+            with pytest.raises(TypeError, match=r"is asynchronous: use await enqueue\(…\)"):
+                ship.using(conn=conn).enqueue_sync(1)
             raise Undo
     assert stored(dsn) == []
 
@@ -242,23 +247,6 @@ async def test_async_connections(dsn: str, kind: Callable[[str], AbstractAsyncCo
     rows = stored(dsn)
     assert rows[0] == expected(7)
     assert rows[2:] == [expected(n) for n in range(20)]
-
-
-@sync_kinds
-async def test_a_sync_connection_is_not_awaited(dsn: str, kind: Callable[[str], AbstractContextManager[Any]]) -> None:
-    if kind in (django_connection, django_proxy):
-        pytest.skip("Django itself refuses in a coroutine")
-    with kind(dsn) as conn, pytest.raises(TypeError, match="is synchronous: use enqueue_sync"):
-        await ship.using(conn=conn).enqueue(1)
-
-
-@async_kinds
-async def test_an_async_connection_is_awaited(
-    dsn: str, kind: Callable[[str], AbstractAsyncContextManager[Any]]
-) -> None:
-    async with kind(dsn) as conn:
-        with pytest.raises(TypeError, match=r"is asynchronous: use await enqueue\(…\)"):
-            ship.using(conn=conn).enqueue_sync(1)
 
 
 @pytest.mark.parametrize("wrong", [object(), "postgresql://localhost/x", sqlalchemy.create_mock_engine])
