@@ -27,6 +27,7 @@ Connection = psycopg.AsyncConnection[TupleRow]
 
 # A dead peer is noticed in about 15 s even when nothing is sent.
 CONNECT: dict[str, Any] = {
+    "client_encoding": "utf8",
     "connect_timeout": 10,
     "keepalives_idle": 5,
     "keepalives_interval": 3,

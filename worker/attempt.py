@@ -122,7 +122,9 @@ async def run(
     except BaseException as error:
         return failed(job, lease_token, threads, started, error, handler.retry)
     finally:
-        del running[job.id]
+        # After a lost lease this worker may have claimed the same job again.
+        if running.get(job.id) is attempt:
+            del running[job.id]
 
 
 def wrapped(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import pickle
+import queue
 import signal
 import threading
 import time
@@ -39,6 +41,8 @@ class Child:
         self.process = spawning.Process(target=serve, args=(far,), name="pgqueue-child")
         self.process.start()
         far.close()
+        self.busy = False
+        self._runs = 0
         self._killed_for: BaseException | None = None
         self._sending = threading.Lock()
 
@@ -63,6 +67,7 @@ class Child:
             "payload": ctx.payload,
             "threads": ctx.threads,
         }
+        self._runs += 1
         try:
             self._send(("run", handler, about, arguments))
             while True:
@@ -85,6 +90,9 @@ class Child:
         if kind == "progress":
             host.report_progress(ctx, value)
             return
+        if kind == "log":
+            logging.getLogger(value["name"]).handle(logging.makeLogRecord(value))
+            return
         method, arguments = value
         try:
             self._send(("answer", True, getattr(host, method)(ctx, *arguments)))
@@ -102,16 +110,15 @@ class Child:
     def _end(self, why: BaseException) -> None:
         with contextlib.suppress(OSError, ValueError):
             self._send(("stop", why))
-        timer = threading.Timer(STOP_GRACE, self._kill_for, [why])
+        timer = threading.Timer(STOP_GRACE, self._kill_for, [why, self._runs])
         timer.daemon = True
         timer.start()
 
-    def _kill_for(self, why: BaseException) -> None:
-        if self.busy:
+    def _kill_for(self, why: BaseException, run: int) -> None:
+        # By now the process may run the next job, which nobody wants to stop.
+        if self.busy and self._runs == run:
             self._killed_for = why
             self.kill()
-
-    busy = False
 
     def kill(self) -> None:
         self.process.kill()
@@ -175,6 +182,7 @@ class ChildHost:
         self.pipe = pipe
         self.answers = answers
         self.sending = threading.Lock()
+        self.asking = threading.Lock()
 
     def send(self, kind: str, value: Any) -> None:
         with self.sending:
@@ -184,8 +192,9 @@ class ChildHost:
         self.send("progress", progress)
 
     def _ask(self, method: str, *arguments: Any) -> Any:
-        self.send("call", (method, arguments))
-        fine, value = self.answers.get()
+        with self.asking:
+            self.send("call", (method, arguments))
+            fine, value = self.answers.get()
         if not fine:
             raise value
         return value
@@ -208,16 +217,28 @@ class ChildHost:
         return self.map_chunks_sync(ctx, fn, items, executor)
 
 
+class LogToWorker(logging.Handler):
+    def __init__(self, host: ChildHost) -> None:
+        super().__init__()
+        self.host = host
+
+    def emit(self, record: logging.LogRecord) -> None:
+        told = {key: value for key, value in vars(record).items() if key not in ("args", "exc_info", "exc_text")}
+        with contextlib.suppress(Exception):  # a field that cannot be sent is not worth the job
+            self.host.send("log", told | {"msg": record.getMessage(), "args": ()})
+
+
 def serve(pipe: Connection) -> None:
     """The child's main loop: ends when the worker does, however that ends."""
-    import queue
-
     # Signals may reach the whole group; the worker decides what they mean for its children.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     jobs: queue.Queue[Any] = queue.Queue()
     answers: queue.Queue[Any] = queue.Queue()
     host = ChildHost(pipe, answers)
+    root = logging.getLogger("pgqueue")
+    root.addHandler(LogToWorker(host))
+    root.setLevel(logging.INFO)
     current: list[Context] = []
 
     def listen() -> None:
@@ -256,6 +277,20 @@ def serve(pipe: Connection) -> None:
                 host.send("returned", result)
             except Exception as error:
                 host.send("raised", sendable(error))
+
+
+def die_with_parent() -> None:
+    """In a process of a pool: ends when the worker does, even if that was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def sendable(error: BaseException) -> BaseException:

@@ -8,8 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 
-import psycopg
-
 from pgqueue import workers
 from pgqueue.log import say
 from pgqueue.worker.link import Link
@@ -64,7 +62,7 @@ class Heartbeat:
             try:
                 async with asyncio.timeout(self.worker.lease_timeout / 2):
                     await self._beat(started)
-            except (psycopg.Error, OSError, TimeoutError) as error:
+            except Exception as error:  # whatever it is, the leases need the next beat
                 await self._link.failed(error, "the heartbeat is tried again")
                 # Sooner than usual: the lease is running out.
                 self._stop.wait(min(self.interval, 0.5))

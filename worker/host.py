@@ -23,7 +23,7 @@ from pgqueue.db import CONNECT, Connection, translated
 from pgqueue.enqueue import Added
 from pgqueue.job import Lease, NewJob
 from pgqueue.outcome import BadResult
-from pgqueue.worker.children import spawning
+from pgqueue.worker.children import die_with_parent, spawning
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -175,7 +175,9 @@ class WorkerHost:
         if executor == "thread":
             self._chunk_threads = self._chunk_threads or ThreadPoolExecutor(self.threads, thread_name_prefix="chunk")
             return self._chunk_threads
-        self._processes = self._processes or ProcessPoolExecutor(self.threads, mp_context=spawning)
+        self._processes = self._processes or ProcessPoolExecutor(
+            self.threads, mp_context=spawning, initializer=die_with_parent
+        )
         return self._processes
 
     def _from_thread(self, coroutine: Coroutine[Any, Any, T]) -> T:

@@ -59,6 +59,7 @@ class Runtime:
         threads: int,
         queues: list[str] | None = None,
         name: str | None = None,
+        parent: int | None = None,
     ) -> None:
         self.app = app
         self.settings = settings
@@ -80,8 +81,9 @@ class Runtime:
         self.running: dict[int, Attempt] = {}
         self.host = WorkerHost(dsn, threads, self.worker.name)
         self.executors = Executors(threads, self.host)
+        self.parent = parent
+        """The supervisor's process id: without its supervisor a worker ends, or there would soon be too many."""
         self.stopping = False
-        self.draining = False
         self._last_start = time.monotonic()
         self._signals = 0
         self._stop = asyncio.Event()
@@ -321,6 +323,9 @@ class Runtime:
             if busy and since > STALE_AFTER and (self.slots.small or len(self.slots.suspects) > 1):
                 self.claimer.mean_run = since
                 self._give_back_waiting()
+            if self.parent is not None and os.getppid() != self.parent and not self.stopping:
+                say(logger, logging.WARNING, "supervisor.died", "the supervisor is gone")
+                self.stop()
             if busy != shown_busy:
                 shown_busy = busy
                 self.heartbeat.now()

@@ -16,6 +16,7 @@ logger = logging.getLogger("pgqueue.supervisor")
 SETTLED = 10.0
 """One that ran for so many seconds is restarted at once; one that dies sooner waits, longer each time."""
 LONGEST_PAUSE = 30.0
+NEVER = float("inf")
 
 
 @dataclass
@@ -48,7 +49,8 @@ def supervise(commands: dict[str, list[str]]) -> int:
             for member in members:
                 if member.process is not None and member.process.poll() is None:
                     member.process.send_signal(signal.SIGTERM)
-        if signals and all(member.process is None or member.process.poll() is not None for member in members):
+        over = signals or all(member.restart_at == NEVER for member in members)
+        if over and all(member.process is None or member.process.poll() is not None for member in members):
             codes = [member.process.returncode for member in members if member.process is not None]
             # One that was stopped before it could listen to signals ended as it should, too.
             return max((abs(code) for code in codes if code != -signal.SIGTERM), default=0)
@@ -59,6 +61,11 @@ def _keep_running(member: Member) -> None:
     now = time.monotonic()
     if member.process is not None and member.process.poll() is not None:
         code, member.process = member.process.returncode, None
+        if code == 0:
+            # It was told to drain: that is not a death.
+            member.restart_at = NEVER
+            say(logger, logging.INFO, "worker.ended", f"{member.name} has ended", name=member.name)
+            return
         member.pause = 0.0 if now - member.started > SETTLED else min(max(member.pause * 2, 0.5), LONGEST_PAUSE)
         member.restart_at = now + member.pause
         text = f"{member.name} ended with {code}; it is started again" + (

@@ -1,5 +1,6 @@
 """`pgqueue worker`: claims jobs and runs them."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from pgqueue.settings import Settings
 @click.option(
     "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
 )
+@click.option("--parent", type=int, hidden=True)
 @directory_option
 def command(
     apps: tuple[str, ...],
@@ -28,6 +30,7 @@ def command(
     processes: int,
     name: str | None,
     log_level: str,
+    parent: int | None,
     directory: Path | None,
 ) -> None:
     """Claim jobs and run them, until SIGTERM or Ctrl-C.
@@ -48,7 +51,7 @@ def command(
 
     app = load_apps(apps or ["pgqueue.worker.jobs"])
     with database(settings, directory) as dsn:
-        runtime = Runtime(app, dsn, settings, threads=threads, queues=names, name=name)
+        runtime = Runtime(app, dsn, settings, threads=threads, queues=names, name=name, parent=parent)
         log.set_up(settings.log, runtime.worker.name, log_level)
         run(runtime)
 
@@ -70,6 +73,7 @@ def _supervise(
     common = [sys.executable, "-m", "pgqueue", "worker", "--threads", str(threads), "--log-level", log_level]
     for app in apps:
         common += ["--app", app]
+    common += ["--parent", str(os.getpid())]
     if queues:
         common += ["--queues", queues]
     if directory:
