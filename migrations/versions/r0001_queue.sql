@@ -294,25 +294,30 @@ CREATE TRIGGER c_key BEFORE INSERT ON pgqueue.jobs_live FOR EACH ROW WHEN (NEW.i
     EXECUTE FUNCTION pgqueue.keep_key();
 
 -- Wakes, for each of these jobs, the idle worker that was used least recently and can run it; each worker once.
+-- The lock says "somebody who may not have seen you idle is still at work": a worker that goes to sleep tries it. So it
+-- comes first, and the look, with a newer snapshot, after it. (A function in SQL would take one snapshot for both.)
 -- A caller whose snapshot is older than this statement cannot see who is idle now, so it wakes without looking at that.
-CREATE FUNCTION pgqueue.wake(queues text[], types text[], demands integer[]) RETURNS void LANGUAGE sql SECURITY DEFINER
+CREATE FUNCTION pgqueue.wake(queues text[], types text[], demands integer[]) RETURNS void LANGUAGE plpgsql SECURITY DEFINER
     SET search_path = pg_catalog, pg_temp AS $$
-    SELECT pg_notify('pgqueue_' || chosen.id, '') FROM (
+DECLARE
+    blind boolean := current_setting('transaction_isolation') IN ('repeatable read', 'serializable');
+BEGIN
+    PERFORM pg_advisory_xact_lock_shared(1885827429, 1);
+    PERFORM pg_notify('pgqueue_' || chosen.id, '') FROM (
         SELECT DISTINCT w.id
         FROM (SELECT DISTINCT j.queue, j.type, j.demand FROM unnest(queues, types, demands) AS j(queue, type, demand)) j
         CROSS JOIN LATERAL (
             SELECT w.id FROM pgqueue.workers w
             WHERE w.listening AND w.expires_at > clock_timestamp() AND w.state <> 'unavailable' AND NOT w.draining
-              AND (w.idle_since IS NOT NULL OR current_setting('transaction_isolation') <> 'read committed')
+              AND (w.idle_since IS NOT NULL OR blind)
               AND (w.queues IS NULL OR j.queue = ANY (w.queues))
               AND (w.types IS NULL OR j.type = ANY (w.types))
             ORDER BY (w.threads >= j.demand) DESC, w.last_used_at
             LIMIT 1
         ) w
-    ) chosen
-$$;
+    ) chosen;
+END $$;
 
--- The lock says "an enqueuer that may not have seen you idle is still at work": a worker that goes to sleep tries it.
 -- The queues are read into arrays before any other table is looked at.
 CREATE FUNCTION pgqueue.wake_for_inserted() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER
     SET search_path = pg_catalog, pg_temp AS $$
@@ -326,11 +331,9 @@ BEGIN
     FROM (SELECT n.queue, n.type, max(n.thread_demand) AS demand FROM inserted n
           WHERE n.status = 'pending' OR n.status = 'scheduled' AND n.run_at < clock_timestamp() + interval '2 seconds'
           GROUP BY n.queue, n.type LIMIT 100) j;
-    IF queues IS NULL OR NOT (SELECT s.enabled FROM pgqueue.switches s WHERE s.name = 'wake') THEN
-        RETURN NULL;
+    IF queues IS NOT NULL AND (SELECT s.enabled FROM pgqueue.switches s WHERE s.name = 'wake') IS NOT false THEN
+        PERFORM pgqueue.wake(queues, types, demands);
     END IF;
-    PERFORM pg_advisory_xact_lock_shared(1885827429, 1);
-    PERFORM pgqueue.wake(queues, types, demands);
     RETURN NULL;
 END $$;
 
@@ -453,7 +456,6 @@ BEGIN
         VALUES (job.id, job.queue, job.type, job.name, job.payload, job.priority, statement_timestamp(), job.thread_demand,
                 job.timeout, job.max_attempts, job.idempotency_key, job.tags, job.created_at, job.progress);
     END IF;
-    PERFORM pg_advisory_xact_lock_shared(1885827429, 1);
     PERFORM pgqueue.wake(ARRAY[job.queue], ARRAY[job.type], ARRAY[job.thread_demand]);
     PERFORM pgqueue.write_audit('retry', job.id, job.queue, retry_job.reason, jsonb_build_object('was', was));
     RETURN 'pending';
@@ -485,15 +487,15 @@ BEGIN
             tags = new.tags, name = new.name
         WHERE j.id = old.id;
     ELSE
-        -- A new place in line only when the lane or the due time changed.
+        -- A place in line is kept only by who stands there and stays: who joins a lane goes to its end.
         UPDATE pgqueue.jobs_live j SET payload = new.payload, queue = new.queue, priority = new.priority,
             run_at = new.run_at, thread_demand = new.thread_demand, timeout = new.timeout, max_attempts = new.max_attempts,
             tags = new.tags, name = new.name, parked = false,
             status = CASE WHEN new.run_at > statement_timestamp() THEN 'scheduled'::pgqueue.status ELSE 'pending' END,
-            seq = CASE WHEN (new.queue, new.priority, new.run_at) IS DISTINCT FROM (old.queue, old.priority, old.run_at)
-                       THEN nextval('pgqueue.ready') ELSE j.seq END
+            seq = CASE WHEN old.status = 'pending' AND NOT old.parked
+                            AND (new.queue, new.priority, new.run_at) IS NOT DISTINCT FROM (old.queue, old.priority, old.run_at)
+                       THEN j.seq ELSE nextval('pgqueue.ready') END
         WHERE j.id = old.id;
-        PERFORM pg_advisory_xact_lock_shared(1885827429, 1);
         PERFORM pgqueue.wake(ARRAY[new.queue], ARRAY[new.type], ARRAY[new.thread_demand]);
     END IF;
     PERFORM pgqueue.write_audit('edit', old.id, old.queue, edit_job.reason,
