@@ -76,6 +76,94 @@ CREATE FUNCTION pgqueue.backlog(queue text) RETURNS bigint
     SELECT count(*) FROM pgqueue.jobs_live j WHERE j.queue = backlog.queue AND j.status IN ('pending', 'running')
 $$;
 
+CREATE SEQUENCE pgqueue.job_ids
+    START WITH 1
+    INCREMENT BY 1
+    NO MINVALUE
+    NO MAXVALUE
+    CACHE 1;
+
+CREATE SEQUENCE pgqueue.ready
+    START WITH 1
+    INCREMENT BY 1
+    NO MINVALUE
+    NO MAXVALUE
+    CACHE 1;
+
+CREATE TABLE pgqueue.jobs (
+    id bigint DEFAULT nextval('pgqueue.job_ids'::regclass) NOT NULL,
+    queue text DEFAULT 'default'::text NOT NULL,
+    type text NOT NULL,
+    name text,
+    payload jsonb DEFAULT '{}'::jsonb NOT NULL,
+    status pgqueue.status DEFAULT 'pending'::pgqueue.status NOT NULL,
+    parked boolean DEFAULT false NOT NULL,
+    priority integer DEFAULT 0 NOT NULL,
+    seq bigint DEFAULT nextval('pgqueue.ready'::regclass) NOT NULL,
+    run_at timestamp with time zone DEFAULT now() NOT NULL,
+    thread_demand integer DEFAULT 1 NOT NULL,
+    timeout interval,
+    max_attempts integer DEFAULT 5 NOT NULL,
+    attempt integer DEFAULT 0 NOT NULL,
+    lost integer DEFAULT 0 NOT NULL,
+    idempotency_key text,
+    tags text[] DEFAULT '{}'::text[] NOT NULL,
+    created_at timestamp with time zone DEFAULT now() NOT NULL,
+    worker_id uuid,
+    lease_token uuid,
+    threads_used integer,
+    started_at timestamp with time zone,
+    cancel_requested_at timestamp with time zone,
+    progress jsonb,
+    finished_at timestamp with time zone,
+    result jsonb,
+    reason text,
+    error_type text,
+    error text
+)
+PARTITION BY LIST (status);
+
+COMMENT ON TABLE pgqueue.jobs IS 'Every job. Insert here: (type, payload) is enough.';
+
+COMMENT ON COLUMN pgqueue.jobs.parked IS 'Pending, but the worker that met it cannot run it: it waits for one that knows its type and has its threads.';
+
+COMMENT ON COLUMN pgqueue.jobs.seq IS 'Place in readiness order, taken anew each time the job becomes ready.';
+
+COMMENT ON COLUMN pgqueue.jobs.attempt IS 'Attempts that the handler ended, well or badly.';
+
+COMMENT ON COLUMN pgqueue.jobs.lost IS 'Attempts that ended because the worker died.';
+
+CREATE FUNCTION pgqueue.broken_rule(job pgqueue.jobs) RETURNS text[]
+    LANGUAGE sql STABLE
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $_$
+    SELECT CASE
+        WHEN job.queue <> 'default' AND job.queue !~ '^[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,62}$'
+            THEN ARRAY['queue', 'must be 1 to 63 letters, digits or _.:/- and begin with a letter, digit or _']
+        WHEN char_length(job.type) NOT BETWEEN 1 AND 128 OR job.type ~ '[[:cntrl:]]'
+            THEN ARRAY['type', 'must be 1 to 128 characters without control characters']
+        WHEN job.priority NOT BETWEEN -1000 AND 1000
+            THEN ARRAY['priority', 'must be between -1000 and 1000 (higher runs first)']
+        WHEN job.run_at NOT BETWEEN '1970-01-01+00' AND '2999-12-31+00'
+            THEN ARRAY['run_at', 'must be a finite time between the years 1970 and 2999']
+        WHEN job.thread_demand NOT BETWEEN 1 AND 1024
+            THEN ARRAY['thread_demand', 'must be between 1 and 1024']
+        WHEN job.max_attempts NOT BETWEEN 1 AND 1000
+            THEN ARRAY['max_attempts', 'must be between 1 and 1000']
+        WHEN extract(epoch FROM job.timeout) NOT BETWEEN 0.001 AND 31622400
+            THEN ARRAY['timeout', 'must be between 1 millisecond and 366 days, or NULL for none']
+        WHEN char_length(job.idempotency_key) NOT BETWEEN 1 AND 255
+            THEN ARRAY['idempotency_key', 'must be 1 to 255 characters']
+        WHEN char_length(job.name) > 200
+            THEN ARRAY['name', 'must be at most 200 characters']
+        WHEN cardinality(job.tags) > 32 OR array_ndims(job.tags) > 1 OR array_position(job.tags, NULL) IS NOT NULL
+             OR octet_length(array_to_string(job.tags, '')) > 2048
+            THEN ARRAY['tags', 'must be a flat array of at most 32 texts, 2048 bytes together, without NULL']
+        WHEN octet_length(job.payload::text) > 1048576
+            THEN ARRAY['payload', 'must be at most 1 MiB of JSON: store large data elsewhere and pass a reference']
+    END
+$_$;
+
 CREATE FUNCTION pgqueue.cancel_job(job_id bigint, reason text DEFAULT NULL::text) RETURNS pgqueue.status
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
@@ -102,6 +190,99 @@ BEGIN
     END IF;
     PERFORM pgqueue.write_audit('cancel', job.id, job.queue, cancel_job.reason);
     RETURN job.status;
+END $$;
+
+CREATE FUNCTION pgqueue.claim_jobs(queues text[], priorities integer[], floors bigint[], types text[], threads integer, largest integer, max_jobs integer, worker_id uuid, lease_token uuid) RETURNS TABLE(id bigint, queue text, type text, payload text, priority integer, seq bigint, thread_demand integer, timeout double precision, max_attempts integer, attempt integer, lost integer, idempotency_key text, parked boolean)
+    LANGUAGE plpgsql
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET jit TO 'off'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    AS $$
+#variable_conflict use_column
+DECLARE
+    fit tid[];
+    unfit tid[];
+BEGIN
+    SELECT array_agg(t.place) FILTER (WHERE t.fits), array_agg(t.place) FILTER (WHERE NOT t.fits) INTO fit, unfit
+    FROM (
+        SELECT t.*
+        FROM (
+            SELECT l.* FROM unnest(claim_jobs.queues, claim_jobs.priorities, claim_jobs.floors)
+                WITH ORDINALITY AS l(queue, priority, floor, place)
+            WHERE NOT EXISTS (SELECT FROM pgqueue.queues q WHERE q.name = l.queue AND q.paused_at IS NOT NULL)
+            ORDER BY l.place
+        ) l
+        CROSS JOIN LATERAL (
+            SELECT j.ctid AS place,
+                   (claim_jobs.types IS NULL OR j.type = ANY (claim_jobs.types))
+                   AND (j.thread_demand <= claim_jobs.threads OR j.thread_demand > claim_jobs.largest) AS fits
+            FROM pgqueue.jobs_live j
+            WHERE j.status = 'pending' AND NOT j.parked
+              AND j.queue = l.queue AND j.priority = l.priority AND j.seq >= coalesce(l.floor, 0)
+            ORDER BY j.seq
+            LIMIT claim_jobs.max_jobs
+            FOR UPDATE SKIP LOCKED
+        ) t
+        LIMIT claim_jobs.max_jobs
+    ) t;
+    IF fit IS NOT NULL THEN
+        RETURN QUERY
+        UPDATE pgqueue.jobs_live j
+        SET status = 'running', worker_id = claim_jobs.worker_id, lease_token = claim_jobs.lease_token,
+            started_at = statement_timestamp(), threads_used = NULL
+        WHERE j.ctid = ANY (fit)
+        RETURNING j.id, j.queue, j.type, j.payload::text, j.priority, j.seq, j.thread_demand,
+            extract(epoch FROM j.timeout)::float8, j.max_attempts, j.attempt, j.lost, j.idempotency_key, j.parked;
+    END IF;
+    IF unfit IS NOT NULL THEN
+        RETURN QUERY
+        UPDATE pgqueue.jobs_live j SET parked = true, started_at = NULL, threads_used = NULL
+        WHERE j.ctid = ANY (unfit)
+        RETURNING j.id, j.queue, j.type, j.payload::text, j.priority, j.seq, j.thread_demand,
+            extract(epoch FROM j.timeout)::float8, j.max_attempts, j.attempt, j.lost, j.idempotency_key, j.parked;
+    END IF;
+END $$;
+
+CREATE FUNCTION pgqueue.complete_jobs(ids bigint[], tokens uuid[], results jsonb[], threads integer[], started_ago double precision[], ended_ago double precision[]) RETURNS SETOF bigint
+    LANGUAGE plpgsql
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET plan_cache_mode TO 'force_generic_plan'
+    SET jit TO 'off'
+    SET enable_seqscan TO 'off'
+    SET enable_bitmapscan TO 'off'
+    SET enable_hashjoin TO 'off'
+    SET enable_mergejoin TO 'off'
+    AS $$
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY
+    WITH gone AS (
+        DELETE FROM pgqueue.jobs_live j
+        USING (
+            SELECT * FROM unnest(complete_jobs.ids, complete_jobs.tokens, complete_jobs.results, complete_jobs.threads,
+                                 complete_jobs.started_ago, complete_jobs.ended_ago)
+                AS d(id, lease_token, result, threads_used, started_ago, ended_ago)
+            ORDER BY d.id
+        ) d
+        WHERE j.id = d.id AND j.lease_token = d.lease_token
+        RETURNING j.id, j.queue, j.type, j.name, j.payload, j.priority, j.seq, j.run_at, j.thread_demand, j.timeout,
+            j.max_attempts, j.attempt, j.lost, j.idempotency_key, j.tags, j.created_at, j.worker_id, j.lease_token,
+            d.threads_used, statement_timestamp() - make_interval(secs => d.started_ago) AS started_at,
+            j.cancel_requested_at, j.progress, statement_timestamp() - make_interval(secs => d.ended_ago) AS finished_at,
+            d.result
+    )
+    INSERT INTO pgqueue.jobs_finished AS f (id, queue, type, name, payload, status, priority, seq, run_at, thread_demand,
+        timeout, max_attempts, attempt, lost, idempotency_key, tags, created_at, worker_id, lease_token, threads_used,
+        started_at, cancel_requested_at, progress, finished_at, result)
+    SELECT g.id, g.queue, g.type, g.name, g.payload, 'completed', g.priority, g.seq, g.run_at, g.thread_demand,
+        g.timeout, g.max_attempts, g.attempt + 1, g.lost, g.idempotency_key, g.tags, g.created_at, g.worker_id, g.lease_token,
+        g.threads_used, g.started_at, g.cancel_requested_at, g.progress, g.finished_at, g.result
+    FROM gone g
+    RETURNING f.id;
 END $$;
 
 CREATE FUNCTION pgqueue.drop_partitions(keep interval) RETURNS integer
@@ -157,6 +338,9 @@ BEGIN
         PERFORM pgqueue.refuse_status(edit_job.job_id, 'edited', 'scheduled, pending or failed');
     END IF;
     new := jsonb_populate_record(old, edit_job.changes);
+    IF pgqueue.broken_rule(new) IS NOT NULL THEN
+        PERFORM pgqueue.refuse(pgqueue.broken_rule(new));
+    END IF;
     IF old.status = 'failed' THEN
         UPDATE pgqueue.jobs_failed j SET payload = new.payload, queue = new.queue, priority = new.priority,
             run_at = new.run_at, thread_demand = new.thread_demand, timeout = new.timeout, max_attempts = new.max_attempts,
@@ -242,45 +426,24 @@ BEGIN
     PERFORM pgqueue.write_audit('pause', NULL, pause_queue.queue, pause_queue.reason);
 END $$;
 
-CREATE FUNCTION pgqueue.refuse_job() RETURNS trigger
+CREATE FUNCTION pgqueue.refuse(rule text[]) RETURNS void
     LANGUAGE plpgsql
     SET search_path TO 'pg_catalog', 'pg_temp'
-    AS $_$
-DECLARE
-    rule text[] := CASE
-        WHEN NEW.queue <> 'default' AND NEW.queue !~ '^[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,62}$'
-            THEN ARRAY['queue', 'must be 1 to 63 letters, digits or _.:/- and begin with a letter, digit or _']
-        WHEN char_length(NEW.type) NOT BETWEEN 1 AND 128 OR NEW.type ~ '[[:cntrl:]]'
-            THEN ARRAY['type', 'must be 1 to 128 characters without control characters']
-        WHEN NEW.priority NOT BETWEEN -1000 AND 1000
-            THEN ARRAY['priority', 'must be between -1000 and 1000 (higher runs first)']
-        WHEN NEW.run_at NOT BETWEEN '1970-01-01+00' AND '2999-12-31+00'
-            THEN ARRAY['run_at', 'must be a finite time between the years 1970 and 2999']
-        WHEN NEW.thread_demand NOT BETWEEN 1 AND 1024
-            THEN ARRAY['thread_demand', 'must be between 1 and 1024']
-        WHEN NEW.max_attempts NOT BETWEEN 1 AND 1000
-            THEN ARRAY['max_attempts', 'must be between 1 and 1000']
-        WHEN extract(epoch FROM NEW.timeout) NOT BETWEEN 0.001 AND 31622400
-            THEN ARRAY['timeout', 'must be between 1 millisecond and 366 days, or NULL for none']
-        WHEN char_length(NEW.idempotency_key) NOT BETWEEN 1 AND 255
-            THEN ARRAY['idempotency_key', 'must be 1 to 255 characters']
-        WHEN char_length(NEW.name) > 200
-            THEN ARRAY['name', 'must be at most 200 characters']
-        WHEN cardinality(NEW.tags) > 32 OR array_ndims(NEW.tags) > 1 OR array_position(NEW.tags, NULL) IS NOT NULL
-             OR octet_length(array_to_string(NEW.tags, '')) > 2048
-            THEN ARRAY['tags', 'must be a flat array of at most 32 texts, 2048 bytes together, without NULL']
-        WHEN octet_length(NEW.payload::text) > 1048576
-            THEN ARRAY['payload', 'must be at most 1 MiB of JSON: store large data elsewhere and pass a reference']
-        WHEN TG_NAME = 'a_rules_status'
-            THEN ARRAY['status', 'is set by pgqueue: insert a job without status, attempt or lease columns']
-    END;
+    AS $$
 BEGIN
-    IF rule IS NULL THEN
-        RETURN NEW;
-    END IF;
     RAISE EXCEPTION 'pgqueue.jobs: % %', rule[1], rule[2]
         USING ERRCODE = 'check_violation', SCHEMA = 'pgqueue', TABLE = 'jobs', COLUMN = rule[1];
-END $_$;
+END $$;
+
+CREATE FUNCTION pgqueue.refuse_job() RETURNS trigger
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$
+BEGIN
+    PERFORM pgqueue.refuse(coalesce(
+        pgqueue.broken_rule(ROW(NEW.*)::pgqueue.jobs),
+        ARRAY['status', 'is set by pgqueue: insert a job without status, attempt or lease columns']));
+END $$;
 
 CREATE FUNCTION pgqueue.refuse_status(job_id bigint, verb text, allowed text) RETURNS void
     LANGUAGE plpgsql
@@ -557,63 +720,6 @@ ALTER TABLE pgqueue.audit ALTER COLUMN id ADD GENERATED ALWAYS AS IDENTITY (
     NO MAXVALUE
     CACHE 1
 );
-
-CREATE SEQUENCE pgqueue.job_ids
-    START WITH 1
-    INCREMENT BY 1
-    NO MINVALUE
-    NO MAXVALUE
-    CACHE 1;
-
-CREATE SEQUENCE pgqueue.ready
-    START WITH 1
-    INCREMENT BY 1
-    NO MINVALUE
-    NO MAXVALUE
-    CACHE 1;
-
-CREATE TABLE pgqueue.jobs (
-    id bigint DEFAULT nextval('pgqueue.job_ids'::regclass) NOT NULL,
-    queue text DEFAULT 'default'::text NOT NULL,
-    type text NOT NULL,
-    name text,
-    payload jsonb DEFAULT '{}'::jsonb NOT NULL,
-    status pgqueue.status DEFAULT 'pending'::pgqueue.status NOT NULL,
-    parked boolean DEFAULT false NOT NULL,
-    priority integer DEFAULT 0 NOT NULL,
-    seq bigint DEFAULT nextval('pgqueue.ready'::regclass) NOT NULL,
-    run_at timestamp with time zone DEFAULT now() NOT NULL,
-    thread_demand integer DEFAULT 1 NOT NULL,
-    timeout interval,
-    max_attempts integer DEFAULT 5 NOT NULL,
-    attempt integer DEFAULT 0 NOT NULL,
-    lost integer DEFAULT 0 NOT NULL,
-    idempotency_key text,
-    tags text[] DEFAULT '{}'::text[] NOT NULL,
-    created_at timestamp with time zone DEFAULT now() NOT NULL,
-    worker_id uuid,
-    lease_token uuid,
-    threads_used integer,
-    started_at timestamp with time zone,
-    cancel_requested_at timestamp with time zone,
-    progress jsonb,
-    finished_at timestamp with time zone,
-    result jsonb,
-    reason text,
-    error_type text,
-    error text
-)
-PARTITION BY LIST (status);
-
-COMMENT ON TABLE pgqueue.jobs IS 'Every job. Insert here: (type, payload) is enough.';
-
-COMMENT ON COLUMN pgqueue.jobs.parked IS 'Pending, but the worker that met it cannot run it: it waits for one that knows its type and has its threads.';
-
-COMMENT ON COLUMN pgqueue.jobs.seq IS 'Place in readiness order, taken anew each time the job becomes ready.';
-
-COMMENT ON COLUMN pgqueue.jobs.attempt IS 'Attempts that the handler ended, well or badly.';
-
-COMMENT ON COLUMN pgqueue.jobs.lost IS 'Attempts that ended because the worker died.';
 
 CREATE TABLE pgqueue.jobs_failed (
     id bigint DEFAULT nextval('pgqueue.job_ids'::regclass) NOT NULL,
@@ -985,9 +1091,7 @@ ALTER INDEX pgqueue.attempts_pkey ATTACH PARTITION pgqueue.attempts_default_pkey
 
 ALTER INDEX pgqueue.jobs_finished_pkey ATTACH PARTITION pgqueue.jobs_finished_default_pkey;
 
-CREATE TRIGGER a_rules BEFORE UPDATE OF queue, type, name, payload, priority, run_at, thread_demand, timeout, max_attempts, idempotency_key, tags ON pgqueue.jobs_failed FOR EACH ROW EXECUTE FUNCTION pgqueue.refuse_job();
-
-CREATE TRIGGER a_rules BEFORE INSERT OR UPDATE OF queue, type, name, payload, priority, run_at, thread_demand, timeout, max_attempts, idempotency_key, tags ON pgqueue.jobs_live FOR EACH ROW WHEN ((((new.queue <> 'default'::text) AND (new.queue !~ '^[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,62}$'::text)) OR ((char_length(new.type) < 1) OR (char_length(new.type) > 128)) OR (new.type ~ '[[:cntrl:]]'::text) OR ((new.priority < '-1000'::integer) OR (new.priority > 1000)) OR ((new.run_at < '1970-01-01 00:00:00+00'::timestamp with time zone) OR (new.run_at > '2999-12-31 00:00:00+00'::timestamp with time zone)) OR ((new.thread_demand < 1) OR (new.thread_demand > 1024)) OR ((new.max_attempts < 1) OR (new.max_attempts > 1000)) OR ((EXTRACT(epoch FROM new.timeout) < 0.001) OR (EXTRACT(epoch FROM new.timeout) > (31622400)::numeric)) OR ((char_length(new.idempotency_key) < 1) OR (char_length(new.idempotency_key) > 255)) OR (char_length(new.name) > 200) OR ((new.tags <> '{}'::text[]) AND ((cardinality(new.tags) > 32) OR (array_ndims(new.tags) > 1) OR (array_position(new.tags, NULL::text) IS NOT NULL) OR (octet_length(array_to_string(new.tags, ''::text)) > 2048))) OR (octet_length((new.payload)::text) > 1048576))) EXECUTE FUNCTION pgqueue.refuse_job();
+CREATE TRIGGER a_rules BEFORE INSERT ON pgqueue.jobs_live FOR EACH ROW WHEN ((((new.queue <> 'default'::text) AND (new.queue !~ '^[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,62}$'::text)) OR ((char_length(new.type) < 1) OR (char_length(new.type) > 128)) OR (new.type ~ '[[:cntrl:]]'::text) OR ((new.priority < '-1000'::integer) OR (new.priority > 1000)) OR ((new.run_at < '1970-01-01 00:00:00+00'::timestamp with time zone) OR (new.run_at > '2999-12-31 00:00:00+00'::timestamp with time zone)) OR ((new.thread_demand < 1) OR (new.thread_demand > 1024)) OR ((new.max_attempts < 1) OR (new.max_attempts > 1000)) OR ((EXTRACT(epoch FROM new.timeout) < 0.001) OR (EXTRACT(epoch FROM new.timeout) > (31622400)::numeric)) OR ((char_length(new.idempotency_key) < 1) OR (char_length(new.idempotency_key) > 255)) OR (char_length(new.name) > 200) OR ((new.tags <> '{}'::text[]) AND ((cardinality(new.tags) > 32) OR (array_ndims(new.tags) > 1) OR (array_position(new.tags, NULL::text) IS NOT NULL) OR (octet_length(array_to_string(new.tags, ''::text)) > 2048))) OR (octet_length((new.payload)::text) > 1048576))) EXECUTE FUNCTION pgqueue.refuse_job();
 
 CREATE TRIGGER a_rules_status BEFORE INSERT ON pgqueue.jobs_live FOR EACH ROW WHEN (((new.status = 'running'::pgqueue.status) OR (new.attempt <> 0) OR (new.worker_id IS NOT NULL))) EXECUTE FUNCTION pgqueue.refuse_job();
 
@@ -1015,8 +1119,50 @@ GRANT ALL ON FUNCTION pgqueue.backlog(queue text) TO pgqueue_worker;
 GRANT ALL ON FUNCTION pgqueue.backlog(queue text) TO pgqueue_auditor;
 GRANT ALL ON FUNCTION pgqueue.backlog(queue text) TO pgqueue_operator;
 
+GRANT USAGE ON SEQUENCE pgqueue.job_ids TO pgqueue_producer;
+GRANT SELECT,USAGE ON SEQUENCE pgqueue.job_ids TO pgqueue_worker;
+
+GRANT USAGE ON SEQUENCE pgqueue.ready TO pgqueue_producer;
+GRANT SELECT,USAGE ON SEQUENCE pgqueue.ready TO pgqueue_worker;
+
+GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.jobs TO pgqueue_worker;
+GRANT SELECT ON TABLE pgqueue.jobs TO pgqueue_auditor;
+GRANT SELECT ON TABLE pgqueue.jobs TO pgqueue_operator;
+
+GRANT SELECT(id) ON TABLE pgqueue.jobs TO pgqueue_producer;
+
+GRANT INSERT(queue) ON TABLE pgqueue.jobs TO pgqueue_producer;
+
+GRANT INSERT(type) ON TABLE pgqueue.jobs TO pgqueue_producer;
+
+GRANT INSERT(name) ON TABLE pgqueue.jobs TO pgqueue_producer;
+
+GRANT INSERT(payload) ON TABLE pgqueue.jobs TO pgqueue_producer;
+
+GRANT INSERT(priority) ON TABLE pgqueue.jobs TO pgqueue_producer;
+
+GRANT INSERT(run_at) ON TABLE pgqueue.jobs TO pgqueue_producer;
+
+GRANT INSERT(thread_demand) ON TABLE pgqueue.jobs TO pgqueue_producer;
+
+GRANT INSERT(timeout) ON TABLE pgqueue.jobs TO pgqueue_producer;
+
+GRANT INSERT(max_attempts) ON TABLE pgqueue.jobs TO pgqueue_producer;
+
+GRANT INSERT(idempotency_key) ON TABLE pgqueue.jobs TO pgqueue_producer;
+
+GRANT INSERT(tags) ON TABLE pgqueue.jobs TO pgqueue_producer;
+
+REVOKE ALL ON FUNCTION pgqueue.broken_rule(job pgqueue.jobs) FROM PUBLIC;
+
 REVOKE ALL ON FUNCTION pgqueue.cancel_job(job_id bigint, reason text) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.cancel_job(job_id bigint, reason text) TO pgqueue_operator;
+
+REVOKE ALL ON FUNCTION pgqueue.claim_jobs(queues text[], priorities integer[], floors bigint[], types text[], threads integer, largest integer, max_jobs integer, worker_id uuid, lease_token uuid) FROM PUBLIC;
+GRANT ALL ON FUNCTION pgqueue.claim_jobs(queues text[], priorities integer[], floors bigint[], types text[], threads integer, largest integer, max_jobs integer, worker_id uuid, lease_token uuid) TO pgqueue_worker;
+
+REVOKE ALL ON FUNCTION pgqueue.complete_jobs(ids bigint[], tokens uuid[], results jsonb[], threads integer[], started_ago double precision[], ended_ago double precision[]) FROM PUBLIC;
+GRANT ALL ON FUNCTION pgqueue.complete_jobs(ids bigint[], tokens uuid[], results jsonb[], threads integer[], started_ago double precision[], ended_ago double precision[]) TO pgqueue_worker;
 
 REVOKE ALL ON FUNCTION pgqueue.drop_partitions(keep interval) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.drop_partitions(keep interval) TO pgqueue_worker;
@@ -1033,6 +1179,8 @@ GRANT ALL ON FUNCTION pgqueue.make_partitions(ahead integer) TO pgqueue_worker;
 
 REVOKE ALL ON FUNCTION pgqueue.pause_queue(queue text, reason text) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.pause_queue(queue text, reason text) TO pgqueue_operator;
+
+REVOKE ALL ON FUNCTION pgqueue.refuse(rule text[]) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION pgqueue.refuse_job() FROM PUBLIC;
 
@@ -1076,40 +1224,6 @@ GRANT SELECT ON TABLE pgqueue.attempts_default TO pgqueue_operator;
 GRANT SELECT ON TABLE pgqueue.audit TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.audit TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.audit TO pgqueue_operator;
-
-GRANT USAGE ON SEQUENCE pgqueue.job_ids TO pgqueue_producer;
-GRANT SELECT,USAGE ON SEQUENCE pgqueue.job_ids TO pgqueue_worker;
-
-GRANT USAGE ON SEQUENCE pgqueue.ready TO pgqueue_producer;
-GRANT SELECT,USAGE ON SEQUENCE pgqueue.ready TO pgqueue_worker;
-
-GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.jobs TO pgqueue_worker;
-GRANT SELECT ON TABLE pgqueue.jobs TO pgqueue_auditor;
-GRANT SELECT ON TABLE pgqueue.jobs TO pgqueue_operator;
-
-GRANT SELECT(id) ON TABLE pgqueue.jobs TO pgqueue_producer;
-
-GRANT INSERT(queue) ON TABLE pgqueue.jobs TO pgqueue_producer;
-
-GRANT INSERT(type) ON TABLE pgqueue.jobs TO pgqueue_producer;
-
-GRANT INSERT(name) ON TABLE pgqueue.jobs TO pgqueue_producer;
-
-GRANT INSERT(payload) ON TABLE pgqueue.jobs TO pgqueue_producer;
-
-GRANT INSERT(priority) ON TABLE pgqueue.jobs TO pgqueue_producer;
-
-GRANT INSERT(run_at) ON TABLE pgqueue.jobs TO pgqueue_producer;
-
-GRANT INSERT(thread_demand) ON TABLE pgqueue.jobs TO pgqueue_producer;
-
-GRANT INSERT(timeout) ON TABLE pgqueue.jobs TO pgqueue_producer;
-
-GRANT INSERT(max_attempts) ON TABLE pgqueue.jobs TO pgqueue_producer;
-
-GRANT INSERT(idempotency_key) ON TABLE pgqueue.jobs TO pgqueue_producer;
-
-GRANT INSERT(tags) ON TABLE pgqueue.jobs TO pgqueue_producer;
 
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.jobs_failed TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.jobs_failed TO pgqueue_auditor;

@@ -21,11 +21,11 @@ def downgrade() -> None:
         "pgqueue.audit, pgqueue.switches CASCADE"
     )
     op.execute(
-        "DROP ROUTINE pgqueue.refuse_job, pgqueue.schedule_job, pgqueue.fingerprint, pgqueue.take_key, "
+        "DROP ROUTINE pgqueue.refuse, pgqueue.refuse_job, pgqueue.schedule_job, pgqueue.fingerprint, pgqueue.take_key, "
         "pgqueue.keep_key, pgqueue.wake, pgqueue.wake_for_inserted, pgqueue.add_job, pgqueue.write_audit, "
         "pgqueue.refuse_status, pgqueue.cancel_job, pgqueue.retry_job, pgqueue.edit_job, pgqueue.pause_queue, "
-        "pgqueue.resume_queue, pgqueue.assert_lease, pgqueue.backlog, pgqueue.why, pgqueue.make_partitions, "
-        "pgqueue.drop_partitions"
+        "pgqueue.resume_queue, pgqueue.assert_lease, pgqueue.claim_jobs, pgqueue.complete_jobs, "
+        "pgqueue.backlog, pgqueue.why, pgqueue.make_partitions, pgqueue.drop_partitions"
     )
     op.execute("DROP SEQUENCE pgqueue.job_ids, pgqueue.attempt_ids, pgqueue.ready")
     op.execute("DROP TYPE pgqueue.status")

@@ -179,50 +179,56 @@ CREATE TABLE pgqueue.switches (
 
 INSERT INTO pgqueue.switches (name, enabled) VALUES ('wake', true);
 
--- The rules for what strangers insert. They stand in the WHEN of a trigger and not in CHECKs, because a CHECK is
--- evaluated again by every claim and finish. The function runs only for a row that breaks one, and says which.
-CREATE FUNCTION pgqueue.refuse_job() RETURNS trigger LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
-DECLARE
-    rule text[] := CASE
-        WHEN NEW.queue <> 'default' AND NEW.queue !~ '^[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,62}$'
+-- The rules for what strangers insert and operators edit: the column and the rule that this job breaks, or NULL.
+CREATE FUNCTION pgqueue.broken_rule(job pgqueue.jobs) RETURNS text[] LANGUAGE sql STABLE
+    SET search_path = pg_catalog, pg_temp AS $$
+    SELECT CASE
+        WHEN job.queue <> 'default' AND job.queue !~ '^[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,62}$'
             THEN ARRAY['queue', 'must be 1 to 63 letters, digits or _.:/- and begin with a letter, digit or _']
-        WHEN char_length(NEW.type) NOT BETWEEN 1 AND 128 OR NEW.type ~ '[[:cntrl:]]'
+        WHEN char_length(job.type) NOT BETWEEN 1 AND 128 OR job.type ~ '[[:cntrl:]]'
             THEN ARRAY['type', 'must be 1 to 128 characters without control characters']
-        WHEN NEW.priority NOT BETWEEN -1000 AND 1000
+        WHEN job.priority NOT BETWEEN -1000 AND 1000
             THEN ARRAY['priority', 'must be between -1000 and 1000 (higher runs first)']
-        WHEN NEW.run_at NOT BETWEEN '1970-01-01+00' AND '2999-12-31+00'
+        WHEN job.run_at NOT BETWEEN '1970-01-01+00' AND '2999-12-31+00'
             THEN ARRAY['run_at', 'must be a finite time between the years 1970 and 2999']
-        WHEN NEW.thread_demand NOT BETWEEN 1 AND 1024
+        WHEN job.thread_demand NOT BETWEEN 1 AND 1024
             THEN ARRAY['thread_demand', 'must be between 1 and 1024']
-        WHEN NEW.max_attempts NOT BETWEEN 1 AND 1000
+        WHEN job.max_attempts NOT BETWEEN 1 AND 1000
             THEN ARRAY['max_attempts', 'must be between 1 and 1000']
-        WHEN extract(epoch FROM NEW.timeout) NOT BETWEEN 0.001 AND 31622400
+        WHEN extract(epoch FROM job.timeout) NOT BETWEEN 0.001 AND 31622400
             THEN ARRAY['timeout', 'must be between 1 millisecond and 366 days, or NULL for none']
-        WHEN char_length(NEW.idempotency_key) NOT BETWEEN 1 AND 255
+        WHEN char_length(job.idempotency_key) NOT BETWEEN 1 AND 255
             THEN ARRAY['idempotency_key', 'must be 1 to 255 characters']
-        WHEN char_length(NEW.name) > 200
+        WHEN char_length(job.name) > 200
             THEN ARRAY['name', 'must be at most 200 characters']
-        WHEN cardinality(NEW.tags) > 32 OR array_ndims(NEW.tags) > 1 OR array_position(NEW.tags, NULL) IS NOT NULL
-             OR octet_length(array_to_string(NEW.tags, '')) > 2048
+        WHEN cardinality(job.tags) > 32 OR array_ndims(job.tags) > 1 OR array_position(job.tags, NULL) IS NOT NULL
+             OR octet_length(array_to_string(job.tags, '')) > 2048
             THEN ARRAY['tags', 'must be a flat array of at most 32 texts, 2048 bytes together, without NULL']
-        WHEN octet_length(NEW.payload::text) > 1048576
+        WHEN octet_length(job.payload::text) > 1048576
             THEN ARRAY['payload', 'must be at most 1 MiB of JSON: store large data elsewhere and pass a reference']
-        WHEN TG_NAME = 'a_rules_status'
-            THEN ARRAY['status', 'is set by pgqueue: insert a job without status, attempt or lease columns']
-    END;
+    END
+$$;
+
+CREATE FUNCTION pgqueue.refuse(rule text[]) RETURNS void LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
-    IF rule IS NULL THEN
-        RETURN NEW;
-    END IF;
     RAISE EXCEPTION 'pgqueue.jobs: % %', rule[1], rule[2]
         USING ERRCODE = 'check_violation', SCHEMA = 'pgqueue', TABLE = 'jobs', COLUMN = rule[1];
 END $$;
 
+-- The rules stand in the WHEN of a trigger and not in CHECKs, because a CHECK is evaluated again by every claim and
+-- finish. The function runs only for a row that breaks one, and says which.
+CREATE FUNCTION pgqueue.refuse_job() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    PERFORM pgqueue.refuse(coalesce(
+        pgqueue.broken_rule(ROW(NEW.*)::pgqueue.jobs),
+        ARRAY['status', 'is set by pgqueue: insert a job without status, attempt or lease columns']));
+END $$;
+
 -- The size of a payload is that of its text, which is what a claim sends. Its stored size says nothing: it may be
 -- compressed, and 1e131071 is stored in 16 bytes. An interval is measured in seconds: months and days compare otherwise.
-CREATE TRIGGER a_rules BEFORE INSERT OR UPDATE OF
-    queue, type, name, payload, priority, run_at, thread_demand, timeout, max_attempts, idempotency_key, tags
-ON pgqueue.jobs_live FOR EACH ROW WHEN (
+-- Not for UPDATE, which edit_job looks after: where a row has a BEFORE UPDATE trigger, every claim locks it once more.
+CREATE TRIGGER a_rules BEFORE INSERT ON pgqueue.jobs_live FOR EACH ROW WHEN (
     NEW.queue <> 'default' AND NEW.queue !~ '^[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,62}$'
     OR char_length(NEW.type) NOT BETWEEN 1 AND 128
     OR NEW.type ~ '[[:cntrl:]]'
@@ -238,11 +244,6 @@ ON pgqueue.jobs_live FOR EACH ROW WHEN (
         OR octet_length(array_to_string(NEW.tags, '')) > 2048)
     OR octet_length(NEW.payload::text) > 1048576
 ) EXECUTE FUNCTION pgqueue.refuse_job();
-
--- Failed jobs change only when somebody edits them: rare enough to need no WHEN.
-CREATE TRIGGER a_rules BEFORE UPDATE OF
-    queue, type, name, payload, priority, run_at, thread_demand, timeout, max_attempts, idempotency_key, tags
-ON pgqueue.jobs_failed FOR EACH ROW EXECUTE FUNCTION pgqueue.refuse_job();
 
 CREATE TRIGGER a_rules_status BEFORE INSERT ON pgqueue.jobs_live FOR EACH ROW
     WHEN (NEW.status = 'running' OR NEW.attempt <> 0 OR NEW.worker_id IS NOT NULL)
@@ -481,6 +482,9 @@ BEGIN
         PERFORM pgqueue.refuse_status(edit_job.job_id, 'edited', 'scheduled, pending or failed');
     END IF;
     new := jsonb_populate_record(old, edit_job.changes);
+    IF pgqueue.broken_rule(new) IS NOT NULL THEN
+        PERFORM pgqueue.refuse(pgqueue.broken_rule(new));
+    END IF;
     IF old.status = 'failed' THEN
         UPDATE pgqueue.jobs_failed j SET payload = new.payload, queue = new.queue, priority = new.priority,
             run_at = new.run_at, thread_demand = new.thread_demand, timeout = new.timeout, max_attempts = new.max_attempts,
@@ -538,6 +542,103 @@ BEGIN
         RAISE EXCEPTION 'the lease on job % is lost', assert_lease.job_id USING ERRCODE = 'PQ001',
             HINT = 'Another worker may have the job: roll back and do nothing more for it.';
     END IF;
+END $$;
+
+-- Claim and complete, the two writes of every job, are functions, so that their plans are made once a session and are
+-- pinned to the indexes, whatever the statistics say. Parsed and planned each time, a claim of one job took twice as long,
+-- and the planner would now and then scan the table and hash it.
+
+-- pending -> running, in these lanes, each from its floor on (NULL: from its beginning).
+-- A job that this worker cannot run is parked for one that can, so that nobody wades through it again.
+-- The second statement has a newer snapshot than the first, so it sees every row that was locked as it was locked.
+CREATE FUNCTION pgqueue.claim_jobs(
+    queues text[], priorities integer[], floors bigint[], types text[], threads integer, largest integer,
+    max_jobs integer, worker_id uuid, lease_token uuid
+) RETURNS TABLE (
+    id bigint, queue text, type text, payload text, priority integer, seq bigint, thread_demand integer, timeout float8,
+    max_attempts integer, attempt integer, lost integer, idempotency_key text, parked boolean
+) LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan SET jit = off
+    SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+#variable_conflict use_column
+DECLARE
+    fit tid[];
+    unfit tid[];
+BEGIN
+    SELECT array_agg(t.place) FILTER (WHERE t.fits), array_agg(t.place) FILTER (WHERE NOT t.fits) INTO fit, unfit
+    FROM (
+        SELECT t.*
+        FROM (
+            SELECT l.* FROM unnest(claim_jobs.queues, claim_jobs.priorities, claim_jobs.floors)
+                WITH ORDINALITY AS l(queue, priority, floor, place)
+            WHERE NOT EXISTS (SELECT FROM pgqueue.queues q WHERE q.name = l.queue AND q.paused_at IS NOT NULL)
+            ORDER BY l.place
+        ) l
+        CROSS JOIN LATERAL (
+            SELECT j.ctid AS place,
+                   (claim_jobs.types IS NULL OR j.type = ANY (claim_jobs.types))
+                   AND (j.thread_demand <= claim_jobs.threads OR j.thread_demand > claim_jobs.largest) AS fits
+            FROM pgqueue.jobs_live j
+            WHERE j.status = 'pending' AND NOT j.parked
+              AND j.queue = l.queue AND j.priority = l.priority AND j.seq >= coalesce(l.floor, 0)
+            ORDER BY j.seq
+            LIMIT claim_jobs.max_jobs
+            FOR UPDATE SKIP LOCKED
+        ) t
+        LIMIT claim_jobs.max_jobs
+    ) t;
+    IF fit IS NOT NULL THEN
+        RETURN QUERY
+        UPDATE pgqueue.jobs_live j
+        SET status = 'running', worker_id = claim_jobs.worker_id, lease_token = claim_jobs.lease_token,
+            started_at = statement_timestamp(), threads_used = NULL
+        WHERE j.ctid = ANY (fit)
+        RETURNING j.id, j.queue, j.type, j.payload::text, j.priority, j.seq, j.thread_demand,
+            extract(epoch FROM j.timeout)::float8, j.max_attempts, j.attempt, j.lost, j.idempotency_key, j.parked;
+    END IF;
+    IF unfit IS NOT NULL THEN
+        RETURN QUERY
+        UPDATE pgqueue.jobs_live j SET parked = true, started_at = NULL, threads_used = NULL
+        WHERE j.ctid = ANY (unfit)
+        RETURNING j.id, j.queue, j.type, j.payload::text, j.priority, j.seq, j.thread_demand,
+            extract(epoch FROM j.timeout)::float8, j.max_attempts, j.attempt, j.lost, j.idempotency_key, j.parked;
+    END IF;
+END $$;
+
+-- running -> completed, where the lease stands. Answers with the ids of those.
+-- The rows are locked in the order of their ids: the plan is pinned to walk the sorted ids along the primary key.
+-- Only a running job has a lease_token (a CHECK says so), so the token alone is the fence. Saying status = 'running' as well
+-- would tempt the planner to the index of running jobs, which is full of finished ones while a snapshot is held.
+CREATE FUNCTION pgqueue.complete_jobs(
+    ids bigint[], tokens uuid[], results jsonb[], threads integer[], started_ago float8[], ended_ago float8[]
+) RETURNS SETOF bigint LANGUAGE plpgsql
+    SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan SET jit = off
+    SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+#variable_conflict use_column
+BEGIN
+    RETURN QUERY
+    WITH gone AS (
+        DELETE FROM pgqueue.jobs_live j
+        USING (
+            SELECT * FROM unnest(complete_jobs.ids, complete_jobs.tokens, complete_jobs.results, complete_jobs.threads,
+                                 complete_jobs.started_ago, complete_jobs.ended_ago)
+                AS d(id, lease_token, result, threads_used, started_ago, ended_ago)
+            ORDER BY d.id
+        ) d
+        WHERE j.id = d.id AND j.lease_token = d.lease_token
+        RETURNING j.id, j.queue, j.type, j.name, j.payload, j.priority, j.seq, j.run_at, j.thread_demand, j.timeout,
+            j.max_attempts, j.attempt, j.lost, j.idempotency_key, j.tags, j.created_at, j.worker_id, j.lease_token,
+            d.threads_used, statement_timestamp() - make_interval(secs => d.started_ago) AS started_at,
+            j.cancel_requested_at, j.progress, statement_timestamp() - make_interval(secs => d.ended_ago) AS finished_at,
+            d.result
+    )
+    INSERT INTO pgqueue.jobs_finished AS f (id, queue, type, name, payload, status, priority, seq, run_at, thread_demand,
+        timeout, max_attempts, attempt, lost, idempotency_key, tags, created_at, worker_id, lease_token, threads_used,
+        started_at, cancel_requested_at, progress, finished_at, result)
+    SELECT g.id, g.queue, g.type, g.name, g.payload, 'completed', g.priority, g.seq, g.run_at, g.thread_demand,
+        g.timeout, g.max_attempts, g.attempt + 1, g.lost, g.idempotency_key, g.tags, g.created_at, g.worker_id, g.lease_token,
+        g.threads_used, g.started_at, g.cancel_requested_at, g.progress, g.finished_at, g.result
+    FROM gone g
+    RETURNING f.id;
 END $$;
 
 CREATE FUNCTION pgqueue.backlog(queue text) RETURNS bigint LANGUAGE sql STABLE SECURITY DEFINER
@@ -753,8 +854,9 @@ BEGIN
                            'pgqueue.jobs_finished, pgqueue.attempts, pgqueue.workers, pgqueue.idempotency_keys TO %I', role);
             EXECUTE format('GRANT SELECT ON pgqueue.queues, pgqueue.switches, pgqueue.audit TO %I', role);
             EXECUTE format('GRANT USAGE, SELECT ON SEQUENCE pgqueue.job_ids, pgqueue.ready, pgqueue.attempt_ids TO %I', role);
-            EXECUTE format('GRANT EXECUTE ON FUNCTION pgqueue.add_job, pgqueue.assert_lease, pgqueue.wake, pgqueue.backlog, '
-                           'pgqueue.why, pgqueue.make_partitions, pgqueue.drop_partitions TO %I', role);
+            EXECUTE format('GRANT EXECUTE ON FUNCTION pgqueue.add_job, pgqueue.assert_lease, pgqueue.claim_jobs, '
+                           'pgqueue.complete_jobs, pgqueue.wake, pgqueue.backlog, pgqueue.why, pgqueue.make_partitions, '
+                           'pgqueue.drop_partitions TO %I', role);
         WHEN 'pgqueue_auditor' THEN
             EXECUTE format('GRANT SELECT ON ALL TABLES IN SCHEMA pgqueue TO %I', role);
             EXECUTE format('GRANT EXECUTE ON FUNCTION pgqueue.why, pgqueue.backlog TO %I', role);

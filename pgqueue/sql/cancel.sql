@@ -1,4 +1,5 @@
 -- running -> cancelled: the handler has stopped
+-- ANY (ARRAY[id]) pins the join to the primary key: it cannot be hashed or merged, whatever the planner believes.
 WITH ended AS (
     SELECT * FROM unnest(%(ids)s::bigint[], %(tokens)s::uuid[], %(errors)s::text[], %(threads)s::int[],
                          %(started_ago)s::float8[], %(ended_ago)s::float8[])
@@ -12,7 +13,7 @@ WITH ended AS (
         SELECT j.id FROM pgqueue.jobs_live j WHERE j.id = e.id AND j.lease_token = e.lease_token FOR UPDATE
     ) j
 ), gone AS (
-    DELETE FROM pgqueue.jobs_live j USING owned o WHERE j.id = o.id RETURNING j.*
+    DELETE FROM pgqueue.jobs_live j USING owned o WHERE j.id = ANY (ARRAY[o.id]) RETURNING j.*
 ), history AS (
     INSERT INTO pgqueue.attempts (job_id, attempt, outcome, reason, error, worker_id, started_at, finished_at)
     SELECT g.id, g.attempt + 1, 'cancelled', 'cancelled', o.error, g.worker_id, o.started_at, o.finished_at

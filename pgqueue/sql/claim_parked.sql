@@ -1,4 +1,5 @@
 -- pending and parked -> running, where this worker knows the type and has the threads (or nobody alive has).
+-- ANY (ARRAY[id]) pins the join to the primary key: it cannot be hashed or merged, whatever the planner believes.
 WITH RECURSIVE found AS (
     (SELECT j.queue, j.type FROM pgqueue.jobs_live j WHERE j.status = 'pending' AND j.parked
      ORDER BY j.queue, j.type LIMIT 1)
@@ -33,7 +34,7 @@ UPDATE pgqueue.jobs_live j
 SET status = 'running', parked = false, worker_id = %(worker_id)s, lease_token = %(lease_token)s,
     started_at = statement_timestamp(), threads_used = NULL
 FROM taken t
-WHERE j.id = t.id
+WHERE j.id = ANY (ARRAY[t.id])
 RETURNING j.id, j.queue, j.type, j.payload::text AS payload, j.priority, j.seq, j.thread_demand,
     extract(epoch FROM j.timeout)::float8 AS timeout, j.max_attempts, j.attempt, j.lost, j.idempotency_key,
     j.parked

@@ -1,4 +1,5 @@
 -- running -> scheduled (another attempt after delay), or -> failed when there is no delay or no attempt left
+-- ANY (ARRAY[id]) pins the join to the primary key: it cannot be hashed or merged, whatever the planner believes.
 WITH ended AS (
     SELECT * FROM unnest(%(ids)s::bigint[], %(tokens)s::uuid[], %(delays)s::float8[], %(reasons)s::text[],
                          %(error_types)s::text[], %(errors)s::text[], %(tracebacks)s::text[], %(threads)s::int[],
@@ -18,9 +19,9 @@ WITH ended AS (
     SET status = 'scheduled', run_at = statement_timestamp() + make_interval(secs => o.delay), attempt = o.attempt,
         worker_id = NULL, lease_token = NULL, reason = o.reason, error_type = o.error_type, error = o.error,
         threads_used = o.threads_used, started_at = o.started_at
-    FROM owned o WHERE j.id = o.id AND o.again
+    FROM owned o WHERE j.id = ANY (ARRAY[o.id]) AND o.again
 ), gone AS (
-    DELETE FROM pgqueue.jobs_live j USING owned o WHERE j.id = o.id AND NOT o.again
+    DELETE FROM pgqueue.jobs_live j USING owned o WHERE j.id = ANY (ARRAY[o.id]) AND NOT o.again
     RETURNING j.*
 ), dead AS (
     INSERT INTO pgqueue.jobs_failed (id, queue, type, name, payload, status, priority, seq, run_at, thread_demand, timeout,

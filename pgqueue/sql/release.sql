@@ -1,4 +1,5 @@
 -- running -> pending, uncharged: the worker gives back what it does not run
+-- ANY (ARRAY[id]) pins the join to the primary key: it cannot be hashed or merged, whatever the planner believes.
 WITH given AS (
     SELECT * FROM unnest(%(ids)s::bigint[], %(tokens)s::uuid[]) AS g(id, lease_token)
 ), owned AS MATERIALIZED (
@@ -11,5 +12,5 @@ WITH given AS (
 UPDATE pgqueue.jobs_live j
 SET status = 'pending', seq = nextval('pgqueue.ready'), worker_id = NULL, lease_token = NULL, started_at = NULL,
     threads_used = NULL
-FROM owned o WHERE j.id = o.id
+FROM owned o WHERE j.id = ANY (ARRAY[o.id])
 RETURNING j.id, j.queue, j.type, j.thread_demand

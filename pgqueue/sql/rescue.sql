@@ -1,6 +1,7 @@
 -- running -> pending, when no live worker owns it; -> failed as poison after too many losses; -> cancelled if asked to stop
 -- The gaps between the ids of the live workers hold exactly the jobs of all others, known or not.
 -- A job's first loss only makes it a suspect. Suspects run alone and say so (start.sql): only the one that ran is charged.
+-- ANY (ARRAY[id]) pins the join to the primary key: it cannot be hashed or merged, whatever the planner believes.
 WITH live AS MATERIALIZED (
     SELECT w.id FROM pgqueue.workers w WHERE w.expires_at > statement_timestamp() AND w.stopped_at IS NULL
 ), gap AS MATERIALIZED (
@@ -27,15 +28,16 @@ WITH live AS MATERIALIZED (
            CASE WHEN o.cancel_requested_at IS NOT NULL THEN 'cancelled'
                 WHEN o.lost + (o.lost = 0 OR o.threads_used IS NOT NULL)::int >= %(max_lost)s THEN 'failed'
                 ELSE 'retried' END AS outcome
-    FROM orphan o JOIN pgqueue.jobs_live j ON j.id = o.id AND j.lease_token = o.lease_token
+    FROM orphan o
+    CROSS JOIN LATERAL (SELECT FROM pgqueue.jobs_live j WHERE j.id = o.id AND j.lease_token = o.lease_token LIMIT 1) j
 ), again AS (
     UPDATE pgqueue.jobs_live j
     SET status = 'pending', seq = nextval('pgqueue.ready'), lost = o.lost, worker_id = NULL, lease_token = NULL,
         started_at = NULL, threads_used = NULL
-    FROM judged o WHERE j.id = o.id AND o.outcome = 'retried'
+    FROM judged o WHERE j.id = ANY (ARRAY[o.id]) AND o.outcome = 'retried'
     RETURNING j.queue, j.type, j.thread_demand
 ), gone AS (
-    DELETE FROM pgqueue.jobs_live j USING judged o WHERE j.id = o.id AND o.outcome <> 'retried'
+    DELETE FROM pgqueue.jobs_live j USING judged o WHERE j.id = ANY (ARRAY[o.id]) AND o.outcome <> 'retried'
     RETURNING j.*, o.outcome, o.lost AS losses
 ), ended AS (
     -- Without the lease_token: it was not its holder who ended it.

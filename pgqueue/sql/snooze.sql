@@ -1,4 +1,5 @@
 -- running -> scheduled, uncharged
+-- ANY (ARRAY[id]) pins the join to the primary key: it cannot be hashed or merged, whatever the planner believes.
 WITH asked AS (
     SELECT * FROM unnest(%(ids)s::bigint[], %(tokens)s::uuid[], %(delays)s::float8[]) AS a(id, lease_token, delay)
 ), owned AS MATERIALIZED (
@@ -10,5 +11,5 @@ WITH asked AS (
 )
 UPDATE pgqueue.jobs_live j
 SET status = 'scheduled', run_at = statement_timestamp() + make_interval(secs => o.delay), worker_id = NULL, lease_token = NULL
-FROM owned o WHERE j.id = o.id
+FROM owned o WHERE j.id = ANY (ARRAY[o.id])
 RETURNING j.id

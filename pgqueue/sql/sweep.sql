@@ -16,36 +16,16 @@ WITH RECURSIVE found AS (
          ORDER BY j.queue, j.priority DESC LIMIT 1)
         LIMIT 1
     ) n
-), lane AS MATERIALIZED (
-    SELECT f.queue, f.priority FROM found f
-    WHERE (%(queues)s::text[] IS NULL OR f.queue = ANY (%(queues)s::text[]))
-      AND NOT EXISTS (SELECT FROM pgqueue.queues q WHERE q.name = f.queue AND q.paused_at IS NOT NULL)
-    ORDER BY f.priority DESC, random()
-), taken AS MATERIALIZED (
-    SELECT j.id, j.fits
-    FROM (SELECT set_config('synchronous_commit', 'off', true)) undurable
-    CROSS JOIN lane l
-    CROSS JOIN LATERAL (
-        SELECT j.id,
-               (%(types)s::text[] IS NULL OR j.type = ANY (%(types)s::text[]))
-               AND (j.thread_demand <= %(threads)s OR j.thread_demand > %(largest)s) AS fits
-        FROM pgqueue.jobs_live j
-        WHERE j.status = 'pending' AND NOT j.parked AND j.queue = l.queue AND j.priority = l.priority
-        ORDER BY j.seq
-        LIMIT %(limit)s
-        FOR UPDATE SKIP LOCKED
-    ) j
-    LIMIT %(limit)s
+), lane AS (
+    SELECT array_agg(f.queue) AS queues, array_agg(f.priority) AS priorities
+    FROM (SELECT f.queue, f.priority FROM found f
+          WHERE (%(queues)s::text[] IS NULL OR f.queue = ANY (%(queues)s::text[]))
+          ORDER BY f.priority DESC, random()) f
 )
-UPDATE pgqueue.jobs_live j
-SET status = CASE WHEN t.fits THEN 'running'::pgqueue.status ELSE 'pending' END,
-    parked = NOT t.fits,
-    worker_id = CASE WHEN t.fits THEN %(worker_id)s::uuid END,
-    lease_token = CASE WHEN t.fits THEN %(lease_token)s::uuid END,
-    started_at = CASE WHEN t.fits THEN statement_timestamp() END,
-    threads_used = NULL
-FROM taken t
-WHERE j.id = t.id
-RETURNING j.id, j.queue, j.type, j.payload::text AS payload, j.priority, j.seq, j.thread_demand,
-    extract(epoch FROM j.timeout)::float8 AS timeout, j.max_attempts, j.attempt, j.lost, j.idempotency_key,
-    j.parked
+SELECT c.id, c.queue, c.type, c.payload, c.priority, c.seq, c.thread_demand, c.timeout, c.max_attempts, c.attempt, c.lost,
+    c.idempotency_key, c.parked
+FROM (SELECT set_config('synchronous_commit', 'off', true)) undurable
+CROSS JOIN lane l
+CROSS JOIN LATERAL pgqueue.claim_jobs(
+    l.queues, l.priorities, NULL, %(types)s::text[], %(threads)s::int, %(largest)s::int, %(limit)s::int, %(worker_id)s::uuid,
+    %(lease_token)s::uuid) c
