@@ -258,6 +258,11 @@ def serve(pipe: Connection) -> None:
                 current[0]._stop = message[1]
 
     threading.Thread(target=listen, daemon=True).start()
+    with contextlib.suppress(OSError):  # the worker is gone
+        run_jobs(jobs, host, current)
+
+
+def run_jobs(jobs: queue.Queue[Any], host: ChildHost, current: list[Context]) -> None:
     while True:
         handler, about, arguments = jobs.get()
         ctx = Context(host, started=time.monotonic(), **about)
@@ -275,6 +280,8 @@ def serve(pipe: Connection) -> None:
             current.clear()
             try:
                 host.send("returned", result)
+            except OSError:
+                raise
             except Exception as error:
                 host.send("raised", sendable(error))
 
