@@ -16,6 +16,7 @@ from pgqueue.log import say
 logger = logging.getLogger("pgqueue.worker")
 
 LONGEST_PAUSE = 2.0
+QUIET = 10.0
 
 
 class Link:
@@ -24,6 +25,7 @@ class Link:
         self.name = name
         self._conn: Connection | None = None
         self._pause = 0.0
+        self._last_failure = -QUIET
         self._down_since: float | None = None
 
     async def get(self) -> Connection:
@@ -39,7 +41,6 @@ class Link:
             seconds = time.monotonic() - self._down_since
             say(logger, logging.INFO, "database.back", f"the database is back after {seconds:.1f} s", link=self.name)
             self._down_since = None
-        self._pause = 0.0
         return self._conn
 
     async def failed(self, error: BaseException, doing: str) -> None:
@@ -48,8 +49,11 @@ class Link:
         if self._down_since is None or not is_outage(error):
             text = f"{self.name}: {str(error).strip() or type(error).__name__}; {doing}"
             say(logger, logging.WARNING, "database.away", text, link=self.name)
-        self._down_since = self._down_since or time.monotonic()
-        self._pause = min(max(self._pause * 2, 0.05), LONGEST_PAUSE)
+        now = time.monotonic()
+        self._down_since = self._down_since or now
+        # A connection that opens and then fails at once is still an outage: only some quiet resets the pause.
+        self._pause = min(max(self._pause * 2, 0.05), LONGEST_PAUSE) if now - self._last_failure < QUIET else 0.05
+        self._last_failure = now
         await self.close()
 
     async def close(self) -> None:
