@@ -29,6 +29,8 @@ from pgqueue.enqueue import Added
 from pgqueue.jobref import JobRef
 from tests.db.queue import MiniWorker, value
 
+on_pg18 = pytest.mark.parametrize("server", ["pg18"], indirect=True)
+
 
 class Types:
     """A few job types on one app."""
@@ -101,6 +103,7 @@ async def test_many_keep_their_order(dsn: str, conn: Connection) -> None:
         assert [(await ref.job()).queue for ref in refs] == ["late"] * 3
 
 
+@on_pg18
 async def test_many_or_none(dsn: str, conn: Connection) -> None:
     async with PgQueue(dsn) as app:
         types = Types(app)
@@ -119,6 +122,7 @@ async def test_many_or_none(dsn: str, conn: Connection) -> None:
     assert await value(conn, "SELECT count(*) FROM pgqueue.jobs") == 0
 
 
+@on_pg18
 def test_many_sync(dsn: str) -> None:
     with PgQueue(dsn) as app:
         refs = Types(app).send.enqueue_many_sync({"to": str(n)} for n in range(6_000))
@@ -167,6 +171,7 @@ async def test_results(dsn: str, conn: Connection) -> None:
             await wrong.result()
 
 
+@on_pg18
 def test_results_sync(dsn: str, conn: Connection, runner: asyncio.Runner) -> None:
     worker = runner.run(MiniWorker(conn).register())
     with PgQueue(dsn) as app:
@@ -181,6 +186,7 @@ def test_results_sync(dsn: str, conn: Connection, runner: asyncio.Runner) -> Non
 # Connections
 
 
+@on_pg18
 async def test_connections_are_few_and_shared(dsn: str, conn: Connection) -> None:
     async with PgQueue(dsn) as app:
         types = Types(app)
@@ -191,6 +197,7 @@ async def test_connections_are_few_and_shared(dsn: str, conn: Connection) -> Non
     assert await value(conn, "SELECT count(*) FROM pgqueue.jobs") == 50
 
 
+@on_pg18
 def test_loops_and_threads_have_connections_of_their_own(dsn: str) -> None:
     app = PgQueue(dsn)
     types = Types(app)
@@ -210,6 +217,7 @@ def test_loops_and_threads_have_connections_of_their_own(dsn: str) -> None:
     assert len(set(ids)) == 8
 
 
+@on_pg18
 async def test_a_server_that_was_away_is_found_again(dsn: str, conn: Connection) -> None:
     producers = "FROM pg_stat_activity WHERE application_name = 'pgqueue-producer' AND datname = current_database()"
     kill = f"SELECT pg_terminate_backend(pid, 5000) {producers}"
@@ -291,6 +299,7 @@ assert app.enqueue_sync("parent").id == first + 2
 """
 
 
+@on_pg18
 @pytest.mark.parametrize(("script", "jobs"), [(SCRIPT, 4), (FORK, 3)], ids=["plain", "fork"])
 def test_a_script_that_simply_ends(dsn: str, script: str, jobs: int) -> None:
     # Newer Pythons warn of any fork in a process with threads.
