@@ -39,26 +39,30 @@ class WrongStatus(PgQueueError):
 class JobDidNotSucceed(PgQueueError):
     """The job whose result was awaited has none."""
 
-    def __init__(self, job_id: int, reason: str | None, error: str | None, what: str) -> None:
-        super().__init__(f"job {job_id} {what}{f' ({reason})' if reason else ''}{f': {error}' if error else ''}")
+    _what = "did not succeed"
+
+    def __init__(self, job_id: int, reason: str | None, error: str | None) -> None:
+        super().__init__(job_id, reason, error)
         self.job_id = job_id
         self.reason = reason
         """In one word, as in the job's row: error, timeout, gave_up …"""
         self.error = error
 
+    def __str__(self) -> str:
+        reason = f" ({self.reason})" if self.reason else ""
+        return f"job {self.job_id} {self._what}{reason}{f': {self.error}' if self.error else ''}"
+
 
 class JobFailed(JobDidNotSucceed):
     """The job is in the dead letter queue."""
 
-    def __init__(self, job_id: int, reason: str | None, error: str | None) -> None:
-        super().__init__(job_id, reason, error, "failed")
+    _what = "failed"
 
 
 class JobWasCancelled(JobDidNotSucceed):
     """Somebody cancelled the job."""
 
-    def __init__(self, job_id: int, reason: str | None, error: str | None) -> None:
-        super().__init__(job_id, reason, error, "was cancelled")
+    _what = "was cancelled"
 
 
 class LeaseLost(PgQueueError):

@@ -40,7 +40,7 @@ class Options(TypedDict, total=False):
     run_at: datetime
     thread_demand: int
     max_attempts: int
-    timeout: float | timedelta | None
+    timeout: float | timedelta
     idempotency_key: str
     key_ttl: float | timedelta
     """For how long the key is remembered: a day, unless told."""

@@ -14,7 +14,7 @@ import psycopg
 from pgqueue import callers, db, enqueue, finish, promote, workers
 from pgqueue.app import BoundJob, JobRef, JobType, PgQueue
 from pgqueue.claim import Claimant, Claimed, Lanes, claim_next
-from pgqueue.context import Context
+from pgqueue.context import Context, Host
 from pgqueue.db import Connection
 from pgqueue.errors import JobFailed
 from pgqueue.finish import Cancelled, Completed, Failed, Snoozed
@@ -112,7 +112,7 @@ class Here:
     """In the place of a worker's executors and host: every handler is called right here, and so are its chunks."""
 
     def __init__(self, conn: Connection, dsn: str) -> None:
-        self.host = self
+        self.host: Host = self
         self.conn = conn
         self.dsn = dsn
         self.error: BaseException | None = None

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -158,6 +159,7 @@ async def test_results(dsn: str, conn: Connection) -> None:
             "max_attempts",
             "it went wrong",
         )
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
         with pytest.raises(TimeoutError, match=rf"job {cancelled.id} has not ended within 0.05 s"):
             await cancelled.result(timeout=0.05)
         assert await cancelled.cancel("no longer wanted") == "cancelled"

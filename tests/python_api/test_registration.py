@@ -47,11 +47,11 @@ def test_options(app: PgQueue) -> None:
 def test_using_says_otherwise(app: PgQueue) -> None:
     send = app.job(queue="mail", timeout=5, tags=["a"])(no_arguments)
     job = send.using(
-        queue="q", priority=1, delay=timedelta(hours=1), max_attempts=9, timeout=None, key_ttl=60, tags=("b",), name="n"
+        queue="q", priority=1, delay=timedelta(hours=1), max_attempts=9, timeout=7, key_ttl=60, tags=("b",), name="n"
     )
     new = job.bind().new_job
     assert (new.queue, new.priority, new.delay, new.max_attempts) == ("q", 1, 3600, 9)
-    assert (new.timeout, new.key_ttl, new.tags, new.name) == (None, 60, ["b"], "n")
+    assert (new.timeout, new.key_ttl, new.tags, new.name) == (7, 60, ["b"], "n")
     with pytest.raises(TypeError, match="there is no option delai; there are queue, priority, delay"):
         send.using(delai=3)  # type: ignore[call-arg]
 

@@ -76,7 +76,7 @@ async def right(conn: Any) -> None:
     assert_type((await plain.using(delay=3, conn=conn).enqueue("a", urgent=True)).result_sync(timeout=3), int)
     in_a_thread.enqueue_sync(3)
     in_a_thread.enqueue_sync(n=3)
-    no_context.using(delay=timedelta(1), priority=1, timeout=None, tags=("a",)).enqueue_sync(3)
+    no_context.using(delay=timedelta(1), priority=1, timeout=5, tags=("a",)).enqueue_sync(3)
     await no_arguments.enqueue()
     assert_type(whole.enqueue_sync({"a": 1}).result_sync(), list[int])
     whole.enqueue_sync(payload={})
