@@ -416,15 +416,19 @@ END $$;
 CREATE FUNCTION pgqueue.pause_queue(queue text, reason text DEFAULT NULL::text) RETURNS void
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
-    AS $$
+    AS $_$
 BEGIN
+    IF pause_queue.queue IS NULL OR pause_queue.queue !~ '^[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,62}$' THEN
+        RAISE EXCEPTION 'pgqueue.pause_queue: queue must be the name of a queue: 1 to 63 letters, digits or _.:/-'
+            USING ERRCODE = 'check_violation', COLUMN = 'queue';
+    END IF;
     INSERT INTO pgqueue.queues AS q (name, paused_at, paused_by, reason)
     VALUES (pause_queue.queue, clock_timestamp(), coalesce(nullif(current_setting('pgqueue.actor', true), ''), session_user),
             pause_queue.reason)
     ON CONFLICT (name) DO UPDATE SET paused_at = coalesce(q.paused_at, excluded.paused_at),
         paused_by = excluded.paused_by, reason = excluded.reason;
     PERFORM pgqueue.write_audit('pause', NULL, pause_queue.queue, pause_queue.reason);
-END $$;
+END $_$;
 
 CREATE FUNCTION pgqueue.refuse(rule text[]) RETURNS void
     LANGUAGE plpgsql

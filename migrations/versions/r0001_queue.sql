@@ -510,6 +510,10 @@ END $$;
 CREATE FUNCTION pgqueue.pause_queue(queue text, reason text DEFAULT NULL) RETURNS void
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
+    IF pause_queue.queue IS NULL OR pause_queue.queue !~ '^[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,62}$' THEN
+        RAISE EXCEPTION 'pgqueue.pause_queue: queue must be the name of a queue: 1 to 63 letters, digits or _.:/-'
+            USING ERRCODE = 'check_violation', COLUMN = 'queue';
+    END IF;
     INSERT INTO pgqueue.queues AS q (name, paused_at, paused_by, reason)
     VALUES (pause_queue.queue, clock_timestamp(), coalesce(nullif(current_setting('pgqueue.actor', true), ''), session_user),
             pause_queue.reason)

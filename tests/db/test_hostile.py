@@ -377,6 +377,18 @@ async def test_edits_obey_the_same_rules(conn, dsn):
     assert len(await read.list_failed(conn)) == 1
 
 
+async def test_only_what_can_be_a_queue_is_paused(conn, dsn):
+    async with connected_as("operator", dsn) as operator:
+        for expression in ["NULL", *REFUSED["queue"]]:
+            with pytest.raises(pg.CheckViolation, match="queue must be"):
+                await operator.execute(f"SELECT pgqueue.pause_queue({expression})")
+        for expression in ACCEPTED["queue"]:
+            await operator.execute(f"SELECT pgqueue.pause_queue({expression})")
+        for expression in ["NULL", *REFUSED["queue"], *ACCEPTED["queue"]]:
+            await operator.execute(f"SELECT pgqueue.resume_queue({expression})")
+    assert await value(conn, "SELECT count(*) FROM pgqueue.queues WHERE paused_at IS NULL") == len(ACCEPTED["queue"])
+
+
 # What is let in
 
 
