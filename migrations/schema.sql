@@ -268,7 +268,7 @@ BEGIN
                 AS d(id, lease_token, result, threads_used, started_ago, ended_ago)
             ORDER BY d.id
         ) d
-        WHERE j.id = d.id AND j.lease_token = d.lease_token
+        WHERE j.id = ANY (ARRAY[d.id]) AND j.lease_token = d.lease_token
         RETURNING j.id, j.queue, j.type, j.name, j.payload, j.priority, j.seq, j.run_at, j.thread_demand, j.timeout,
             j.max_attempts, j.attempt, j.lost, j.idempotency_key, j.tags, j.created_at, j.worker_id, j.lease_token,
             d.threads_used, statement_timestamp() - make_interval(secs => d.started_ago) AS started_at,

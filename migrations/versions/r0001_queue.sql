@@ -609,7 +609,8 @@ BEGIN
 END $$;
 
 -- running -> completed, where the lease stands. Answers with the ids of those.
--- The rows are locked in the order of their ids: the plan is pinned to walk the sorted ids along the primary key.
+-- The rows are locked in the order of their ids, because the plan can only be to look up one sorted id after the other:
+-- an id = id might walk the whole primary key instead, where it is full of dead entries and the planner thinks it is empty.
 -- Only a running job has a lease_token (a CHECK says so), so the token alone is the fence. Saying status = 'running' as well
 -- would tempt the planner to the index of running jobs, which is full of finished ones while a snapshot is held.
 CREATE FUNCTION pgqueue.complete_jobs(
@@ -628,7 +629,7 @@ BEGIN
                 AS d(id, lease_token, result, threads_used, started_ago, ended_ago)
             ORDER BY d.id
         ) d
-        WHERE j.id = d.id AND j.lease_token = d.lease_token
+        WHERE j.id = ANY (ARRAY[d.id]) AND j.lease_token = d.lease_token
         RETURNING j.id, j.queue, j.type, j.name, j.payload, j.priority, j.seq, j.run_at, j.thread_demand, j.timeout,
             j.max_attempts, j.attempt, j.lost, j.idempotency_key, j.tags, j.created_at, j.worker_id, j.lease_token,
             d.threads_used, statement_timestamp() - make_interval(secs => d.started_ago) AS started_at,
