@@ -19,7 +19,7 @@ from pydantic import (
     with_config,
 )
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticSerializationError, to_jsonable_python
+from pydantic_core import to_jsonable_python
 from typing_extensions import TypedDict
 
 from pgqueue.context import Context
@@ -78,7 +78,7 @@ class Arguments:
             text = dumps(self._adapter.dump_python(self._validate(given), mode="json", by_alias=True))
         except ValidationError as error:
             raise InvalidJob(f"{self.type}: {told(error)}") from error
-        except (PydanticSerializationError, TypeError, ValueError, RecursionError, UnicodeError) as error:
+        except Exception as error:
             raise InvalidJob(f"{self.type}: the arguments cannot be stored as JSON: {error}") from error
         try:
             self.decode(text)
@@ -97,13 +97,16 @@ class Arguments:
             checked = self._as_json(text, error)
         except RecursionError as error:
             raise Undecodable("the payload is nested too deeply") from error
+        except Exception as error:
+            # From a validator of the handler's own types.
+            raise Undecodable(f"{type(error).__name__} while the payload was checked: {error}") from error
         return payload, {WHOLE: checked} if self.whole else checked
 
     def _as_json(self, text: str, first: ValidationError) -> Any:
         # Strict types take from JSON what they refuse as Python values: a date, for one, from its text.
         try:
             return _validate_json(self._adapter, text)
-        except (ValueError, RecursionError):
+        except Exception:
             raise Undecodable(told(first)) from first
 
     def decode_result(self, text: str) -> Any:

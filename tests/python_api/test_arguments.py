@@ -13,7 +13,7 @@ from uuid import UUID
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from pgqueue import Context, InvalidJob, PgQueue, Snooze
@@ -235,6 +235,20 @@ def test_what_the_handler_could_not_read_is_not_stored() -> None:
 
     with pytest.raises(InvalidJob, match=r"odd: the handler could not read its own arguments back: x.in: is missing"):
         app.job(odd).bind(Odd.model_validate({"in": 1}))
+
+
+def broken(value: Any) -> Any:
+    raise LookupError("not mine")
+
+
+def test_a_validator_that_breaks() -> None:
+    def handler(x: Annotated[int, AfterValidator(broken)]) -> None: ...
+
+    job_type = PgQueue().job(handler)
+    with pytest.raises(Undecodable, match="LookupError while the payload was checked: not mine"):
+        job_type.decode('{"x": 1}')
+    with pytest.raises(InvalidJob, match="handler: the arguments cannot be stored as JSON: not mine"):
+        job_type.bind(1)
 
 
 @pytest.mark.parametrize(
