@@ -54,11 +54,14 @@ class Arguments:
         self._empty = not parameters
         self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         self._returns = hints.get("return", Any)
-        for parameter in parameters:
-            _require_json(type, parameter.name, hints.get(parameter.name, Any))
-        self._adapter: TypeAdapter[Any] = TypeAdapter(
-            hints.get(WHOLE, Any) if self.whole else _object(type, parameters, hints)
-        )
+        try:
+            self._adapter: TypeAdapter[Any] = TypeAdapter(
+                hints.get(WHOLE, Any) if self.whole else _object(type, parameters, hints)
+            )
+        except (PydanticSchemaGenerationError, PydanticUserError) as error:
+            raise TypeError(
+                f"{type}: {_without_json(parameters, hints)} has no JSON form that pydantic knows"
+            ) from error
         self._validate = self._adapter.validator.validate_python
         self._result: TypeAdapter[Any] | None = None
 
@@ -131,7 +134,8 @@ class Arguments:
         schema = self._adapter.json_schema()
         if not self.whole:
             for name, default in self.defaults.items():
-                schema["properties"][name]["default"] = to_jsonable_python(default, fallback=repr)
+                if name in schema["properties"]:  # not under an alias
+                    schema["properties"][name]["default"] = to_jsonable_python(default, fallback=repr)
         return schema
 
 
@@ -233,12 +237,15 @@ def _without_context(
     return False, parameters
 
 
-def _require_json(type: str, name: str, hint: Any) -> None:
-    try:
-        TypeAdapter(hint)
-    except (PydanticSchemaGenerationError, PydanticUserError) as error:
-        shown = hint.__qualname__ if inspect.isclass(hint) else hint
-        raise TypeError(f"{type}: {name}: {shown} has no JSON form that pydantic knows") from error
+def _without_json(parameters: list[inspect.Parameter], hints: dict[str, Any]) -> str:
+    """Which of the arguments it is, for the error's sake."""
+    for parameter in parameters:
+        hint = hints.get(parameter.name, Any)
+        try:
+            TypeAdapter(hint)
+        except (PydanticSchemaGenerationError, PydanticUserError):
+            return f"{parameter.name}: {hint.__qualname__ if inspect.isclass(hint) else hint}"
+    return "an argument's type"
 
 
 def _object(type: str, parameters: list[inspect.Parameter], hints: dict[str, Any]) -> Any:
@@ -251,7 +258,7 @@ def _object(type: str, parameters: list[inspect.Parameter], hints: dict[str, Any
             extra = "allow"
         else:
             fields[parameter.name] = hint if parameter.default is parameter.empty else NotRequired[hint]
-    return with_config(ConfigDict(extra=extra))(TypedDict(type, fields))  # type: ignore[operator]
+    return with_config(ConfigDict(extra=extra, validate_by_name=True, validate_by_alias=True))(TypedDict(type, fields))  # type: ignore[operator]
 
 
 def _without_snooze(hint: Any) -> Any:

@@ -13,7 +13,7 @@ from uuid import UUID
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field
 from typing_extensions import TypedDict
 
 from pgqueue import Context, InvalidJob, PgQueue, Snooze
@@ -235,6 +235,19 @@ def test_what_the_handler_could_not_read_is_not_stored() -> None:
 
     with pytest.raises(InvalidJob, match=r"odd: the handler could not read its own arguments back: x.in: is missing"):
         app.job(odd).bind(Odd.model_validate({"in": 1}))
+
+
+def test_aliases() -> None:
+    def total(
+        numbers: Annotated[list[int], Field(validation_alias=AliasChoices("numbers", "array"))],
+        of: Annotated[int, Field(alias="from")] = 0,
+    ) -> None: ...
+
+    job_type = PgQueue().job(total)
+    assert job_type.decode('{"array": [1], "from": 2}')[1] == {"numbers": [1], "of": 2}
+    assert job_type.decode('{"numbers": [1], "of": 2}')[1] == {"numbers": [1], "of": 2}
+    assert job_type.decode(job_type.bind([1], of=2).new_job.payload)[1] == {"numbers": [1], "of": 2}
+    assert list(job_type.json_schema()["properties"]) == ["numbers", "from"]
 
 
 def broken(value: Any) -> Any:
