@@ -6,8 +6,9 @@ it has claimed, its floor, and looks for more only from there on. Without floors
 the index entries of jobs that are already done, and those cannot be cleaned away while anybody holds a snapshot open.
 
 Below a floor, a job can stand only if its transaction committed late or rolled back a claim. The sweep, which looks
-everywhere and without floors, finds those, and the lanes that the worker does not know yet. It runs when a claim comes
-back short and at least every second; a sweep that was not cheap has to wait until it is 5 % of the time at most.
+everywhere and without floors, finds those, and the lanes that the worker does not know yet. It takes no more than it
+may, but tells where each lane begins, and that is the lane's floor from then on, be it higher or lower. It runs when a
+claim comes back short and at least every second; one that was not cheap has to wait until it is 5 % of the time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from psycopg.rows import RowMaker
 from pgqueue.db import Connection
 from pgqueue.sql import SQL
 
-SWEEP_EVERY = 1.0
+SWEEP_EVERY = 0.9
+"""Seconds; with what a sweep and the claim after it take, nothing waits for longer than one."""
 CHEAP_SWEEP = 0.005
 SWEEP_SHARE = 0.05
 FORGET_LANE_AFTER = 60.0
@@ -79,6 +81,10 @@ class Lanes:
     """Not before this, unless it is cheap."""
     last_sweep: float = 0.0
     sweep_cost: float = 0.0
+    look_for_parked: bool = False
+    """Once a second, or a worker that always finds something would never see what others parked for it."""
+    lowest: int | None = None
+    """The lowest priority of a claim that was full: what has less must wait."""
 
     def learn(self, jobs: Sequence[Claimed], now: float) -> None:
         for job in jobs:
@@ -120,15 +126,27 @@ async def claim_next(conn: Connection, who: Claimant, lanes: Lanes, limit: int, 
     """Up to `limit` jobs: from the known lanes, and from a sweep when those do not fill it or one is due. `quick`
     leaves out what is not due: whoever is about to sleep must not be quick."""
     now = time.monotonic()
-    if lanes.sweep_is_due(now) or (quick and not lanes.floors):
-        found = [await sweep(conn, who, lanes, limit)]
-    else:
-        found = [await claim(conn, who, lanes, limit)] if lanes.floors else []
-        if not quick and lanes.may_sweep(now) and (missing := limit - sum(len(one.jobs) for one in found)) > 0:
+    found: list[Claim] = []
+    if lanes.look_for_parked:
+        lanes.look_for_parked = False
+        found.append(await claim_parked(conn, who, (limit + 1) // 2, lanes.lowest))
+    if (missing := limit - count(found)) > 0:
+        if lanes.sweep_is_due(now) or (quick and not lanes.floors):
             found.append(await sweep(conn, who, lanes, missing))
+            lanes.look_for_parked = count(found) > 0
+        else:
+            if lanes.floors:
+                found.append(await claim(conn, who, lanes, missing))
+            if not quick and lanes.may_sweep(now) and (missing := limit - count(found)) > 0:
+                found.append(await sweep(conn, who, lanes, missing))
+    lanes.lowest = min(job.priority for one in found for job in one.jobs) if count(found) == limit else None
     if not quick and not any(job for one in found for job in one.jobs if not job.parked):
         found.append(await claim_parked(conn, who, limit))
     return [one for one in found if one.jobs]
+
+
+def count(claims: Sequence[Claim]) -> int:
+    return sum(len(one.jobs) for one in claims)
 
 
 async def claim(conn: Connection, who: Claimant, lanes: Lanes, limit: int) -> Claim:
@@ -139,15 +157,19 @@ async def claim(conn: Connection, who: Claimant, lanes: Lanes, limit: int) -> Cl
 
 async def sweep(conn: Connection, who: Claimant, lanes: Lanes, limit: int) -> Claim:
     started = time.monotonic()
-    taken = await take(conn, SQL.sweep, who, limit, {"queues": who.queues})
+    token, rows = await take(conn, SQL.sweep, who, limit, {"queues": who.queues})
     ended = time.monotonic()
-    lanes.learn(taken.jobs, ended)
+    for first in rows:
+        if not first.id:
+            lanes.floors[(first.queue, first.priority)] = first.seq
+    lanes.learn(rows, ended)
     lanes.swept(started, ended)
-    return taken
+    return Claim(token, [job for job in rows if job.id])
 
 
-async def claim_parked(conn: Connection, who: Claimant, limit: int) -> Claim:
-    return await take(conn, SQL.claim_parked, who, limit, {"queues": who.queues})
+async def claim_parked(conn: Connection, who: Claimant, limit: int, lowest: int | None = None) -> Claim:
+    """What others parked and this worker can run, of the priority `lowest` or higher."""
+    return await take(conn, SQL.claim_parked, who, limit, {"queues": who.queues, "lowest": lowest})
 
 
 async def take(conn: Connection, statement: LiteralString, who: Claimant, limit: int, lanes: dict[str, Any]) -> Claim:

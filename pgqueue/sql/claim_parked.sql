@@ -24,6 +24,7 @@ WITH RECURSIVE found AS (
         SELECT j.id FROM pgqueue.jobs_live j
         WHERE j.status = 'pending' AND j.parked AND j.queue = l.queue AND j.type = l.type
           AND (j.thread_demand <= %(threads)s OR j.thread_demand > %(largest)s)
+          AND (%(lowest)s::int IS NULL OR j.priority >= %(lowest)s::int)
         ORDER BY j.priority DESC, j.seq
         LIMIT %(limit)s
         FOR UPDATE SKIP LOCKED

@@ -369,6 +369,9 @@ class Queue(RuleBasedStateMachine):
         taken = [job.id for job in claimed.jobs]
         self.check_order(lanes, taken, limit, lambda job: job.lane)
         self.check_priorities(lanes, taken)
+        for lane, ids in lanes.items():
+            last = max((id for id in taken if id in ids), key=ids.index, default=ids[0])
+            assert worker.lanes.floors[lane] == self.jobs[last].seq, "the floor must be where the lane begins"
         self.take(worker, claimed)
 
     @step(who=picks, limit=limits)
