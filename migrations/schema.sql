@@ -462,6 +462,37 @@ BEGIN
     RAISE EXCEPTION 'job % is %: only a % job can be %', job_id, present, allowed, verb USING ERRCODE = 'PQ003';
 END $$;
 
+CREATE FUNCTION pgqueue.resolve_job(job_id bigint, outcome text, reason text DEFAULT NULL::text, result jsonb DEFAULT NULL::jsonb) RETURNS pgqueue.status
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$
+DECLARE
+    job pgqueue.jobs;
+BEGIN
+    IF outcome NOT IN ('completed', 'retry') OR outcome IS NULL THEN
+        RAISE EXCEPTION 'pgqueue.resolve_job: outcome must be completed or retry' USING ERRCODE = 'check_violation', COLUMN = 'outcome';
+    END IF;
+    SELECT * INTO job FROM pgqueue.jobs_failed j WHERE j.id = resolve_job.job_id AND j.reason = 'in_doubt' FOR UPDATE;
+    IF NOT FOUND THEN
+        PERFORM pgqueue.refuse_status(resolve_job.job_id, 'resolved', 'failed and in doubt');
+    END IF;
+    IF outcome = 'retry' THEN
+        DELETE FROM pgqueue.effects e WHERE e.job_id = job.id AND e.done_at IS NULL;
+        PERFORM pgqueue.retry_job(job.id, resolve_job.reason);
+    ELSE
+        UPDATE pgqueue.effects e SET done_at = clock_timestamp(), result = resolve_job.result
+        WHERE e.job_id = job.id AND e.done_at IS NULL;
+        DELETE FROM pgqueue.jobs_failed j WHERE j.id = job.id;
+        job.status := 'completed';
+        job.result := resolve_job.result;
+        job.reason := 'resolved';
+        job.finished_at := clock_timestamp();
+        INSERT INTO pgqueue.jobs_finished SELECT job.*;
+    END IF;
+    PERFORM pgqueue.write_audit('resolve', job.id, job.queue, resolve_job.reason, jsonb_build_object('outcome', outcome));
+    RETURN CASE outcome WHEN 'retry' THEN 'pending'::pgqueue.status ELSE 'completed' END;
+END $$;
+
 CREATE FUNCTION pgqueue.resume_queue(queue text, reason text DEFAULT NULL::text) RETURNS void
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
@@ -724,6 +755,17 @@ ALTER TABLE pgqueue.audit ALTER COLUMN id ADD GENERATED ALWAYS AS IDENTITY (
     NO MAXVALUE
     CACHE 1
 );
+
+CREATE TABLE pgqueue.effects (
+    key text NOT NULL,
+    job_id bigint NOT NULL,
+    begun_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    done_at timestamp with time zone,
+    result jsonb,
+    expires_at timestamp with time zone NOT NULL
+);
+
+COMMENT ON TABLE pgqueue.effects IS 'One row per effect that must not happen twice: begun by which job, and done or not.';
 
 CREATE TABLE pgqueue.jobs_failed (
     id bigint DEFAULT nextval('pgqueue.job_ids'::regclass) NOT NULL,
@@ -1046,6 +1088,9 @@ ALTER TABLE ONLY pgqueue.attempts_default
 ALTER TABLE ONLY pgqueue.audit
     ADD CONSTRAINT audit_pkey PRIMARY KEY (id);
 
+ALTER TABLE ONLY pgqueue.effects
+    ADD CONSTRAINT effects_pkey PRIMARY KEY (key);
+
 ALTER TABLE ONLY pgqueue.idempotency_keys
     ADD CONSTRAINT idempotency_keys_pkey PRIMARY KEY (key);
 
@@ -1074,6 +1119,10 @@ ALTER TABLE ONLY pgqueue.workers
     ADD CONSTRAINT workers_pkey PRIMARY KEY (id);
 
 CREATE INDEX audit_job ON pgqueue.audit USING btree (job_id) WHERE (job_id IS NOT NULL);
+
+CREATE INDEX effects_expiry ON pgqueue.effects USING btree (expires_at);
+
+CREATE INDEX effects_job ON pgqueue.effects USING btree (job_id);
 
 CREATE INDEX idempotency_keys_expiry ON pgqueue.idempotency_keys USING btree (expires_at);
 
@@ -1190,6 +1239,9 @@ REVOKE ALL ON FUNCTION pgqueue.refuse_job() FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION pgqueue.refuse_status(job_id bigint, verb text, allowed text) FROM PUBLIC;
 
+REVOKE ALL ON FUNCTION pgqueue.resolve_job(job_id bigint, outcome text, reason text, result jsonb) FROM PUBLIC;
+GRANT ALL ON FUNCTION pgqueue.resolve_job(job_id bigint, outcome text, reason text, result jsonb) TO pgqueue_operator;
+
 REVOKE ALL ON FUNCTION pgqueue.resume_queue(queue text, reason text) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.resume_queue(queue text, reason text) TO pgqueue_operator;
 
@@ -1228,6 +1280,10 @@ GRANT SELECT ON TABLE pgqueue.attempts_default TO pgqueue_operator;
 GRANT SELECT ON TABLE pgqueue.audit TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.audit TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.audit TO pgqueue_operator;
+
+GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.effects TO pgqueue_worker;
+GRANT SELECT ON TABLE pgqueue.effects TO pgqueue_auditor;
+GRANT SELECT ON TABLE pgqueue.effects TO pgqueue_operator;
 
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.jobs_failed TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.jobs_failed TO pgqueue_auditor;

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         WrongStatus,
     )
     from pgqueue.job import Job, Status
-    from pgqueue.outcome import GiveUp, JobAbandoned, JobCancelled, JobTimeout, Retry, RetryLater, Snooze
+    from pgqueue.outcome import GiveUp, InDoubt, JobAbandoned, JobCancelled, JobTimeout, Retry, RetryLater, Snooze
     from pgqueue.settings import Settings
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "Context",
     "DatabaseUnavailable",
     "GiveUp",
+    "InDoubt",
     "InvalidJob",
     "InvalidSettings",
     "Job",
@@ -62,7 +63,7 @@ _MODULES = {
     "app": ("BoundJob", "JobRef", "JobType", "PgQueue"),
     "context": ("Context",),
     "job": ("Job", "Status"),
-    "outcome": ("GiveUp", "JobAbandoned", "JobCancelled", "JobTimeout", "Retry", "RetryLater", "Snooze"),
+    "outcome": ("GiveUp", "InDoubt", "JobAbandoned", "JobCancelled", "JobTimeout", "Retry", "RetryLater", "Snooze"),
     "settings": ("Settings",),
 }
 _HOMES = dict.fromkeys(__all__, "errors") | {name: module for module, names in _MODULES.items() for name in names}

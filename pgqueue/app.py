@@ -43,6 +43,12 @@ class JobOptions(TypedDict, total=False):
     executor: Literal["auto", "async", "thread", "process"]
     """auto: an async def on the event loop, a def in a thread."""
     tags: Iterable[str]
+    once_per: Iterable[str]
+    """Arguments whose values name the effect: jobs with the same values have it once among them."""
+    at_most_once: bool
+    """An attempt that may or may not have had its effect is not repeated: the job waits, in doubt, for an operator."""
+    once_ttl: float | timedelta
+    """For how long a done effect is remembered: a day, unless told."""
 
 
 class _Anything:

@@ -24,7 +24,7 @@ from typing_extensions import TypedDict
 
 from pgqueue.context import Context
 from pgqueue.errors import InvalidJob
-from pgqueue.outcome import BadResult, Snooze, Undecodable, dumps, encode_result
+from pgqueue.outcome import Snooze, Undecodable, dumps
 
 WHOLE = "payload"
 """A handler whose only argument has this name takes any JSON, not only an object."""
@@ -137,22 +137,6 @@ class Arguments:
                 if name in schema["properties"]:  # not under an alias
                     schema["properties"][name]["default"] = to_jsonable_python(default, fallback=repr)
         return schema
-
-
-def result_text(value: Any) -> str | None:
-    """What a handler returned, as JSON text; what is no JSON by itself (dates, models …) as pydantic writes it."""
-    if value is None:
-        return None
-    try:
-        return encode_result(value, to_jsonable_python)
-    except BadResult as error:
-        if not isinstance(error.__cause__, TypeError):
-            raise
-    # A dict with dates or the like as its keys.
-    try:
-        return encode_result(to_jsonable_python(value))
-    except (ValueError, RecursionError) as error:
-        raise BadResult(f"the result cannot be stored as JSON: {error}") from error
 
 
 def loads(text: str) -> Any:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from pgqueue.outcome import JobAbandoned, JobCancelled, JobTimeout
+from pgqueue.outcome import JobAbandoned, JobCancelled, JobTimeout, result_text
 
 if TYPE_CHECKING:
+    import psycopg
+
     from pgqueue.app import BoundJob, JobRef
+    from pgqueue.idempotency import Effect
 
 T = TypeVar("T")
 C = TypeVar("C")
@@ -30,6 +36,12 @@ class Host(Protocol):
     def map_chunks_sync(
         self, ctx: Context, fn: Callable[[Sequence[C]], T], items: Sequence[C], executor: str
     ) -> list[T]: ...
+    def transaction(self, ctx: Context, isolation: str | None) -> AbstractAsyncContextManager[Any]: ...
+    def transaction_sync(self, ctx: Context, isolation: str | None) -> AbstractContextManager[Any]: ...
+    async def load_step(self, ctx: Context, name: str) -> tuple[bool, str | None]: ...
+    def load_step_sync(self, ctx: Context, name: str) -> tuple[bool, str | None]: ...
+    async def save_step(self, ctx: Context, name: str, result: str | None) -> None: ...
+    def save_step_sync(self, ctx: Context, name: str, result: str | None) -> None: ...
 
 
 class Context:
@@ -37,8 +49,11 @@ class Context:
     which run in a thread or process of their own, call the same with _sync."""
 
     __slots__ = (
+        "_effect",
         "_host",
+        "_result",
         "_stop",
+        "_written",
         "attempt",
         "id",
         "idempotency_key",
@@ -70,6 +85,9 @@ class Context:
     ) -> None:
         self._host = host
         self._stop: type_of_stop = None
+        self._effect: Effect | None = None
+        self._result: Any = None
+        self._written = False
         self.id = id
         self.type = type
         self.queue = queue
@@ -132,6 +150,45 @@ class Context:
         self, fn: Callable[[Sequence[C]], T], items: Sequence[C], *, executor: str = "process"
     ) -> list[T]:
         return self._host.map_chunks_sync(self, fn, items, executor)
+
+    def transaction(self, isolation: str | None = None) -> AbstractAsyncContextManager[psycopg.AsyncConnection[Any]]:
+        """A transaction in which the handler's writes and the job's completion commit together, or not at all:
+
+            async with ctx.transaction() as tx:
+                await tx.execute("UPDATE account …")
+                ctx.set_result({"ok": True})
+
+        Jobs that are added with `using(conn=tx)` commit with it, too. `isolation` is "read committed", "repeatable
+        read" or "serializable". When the block ends the job is completed: nothing that follows can fail it."""
+        return self._host.transaction(self, isolation)
+
+    def transaction_sync(self, isolation: str | None = None) -> AbstractContextManager[psycopg.Connection[Any]]:
+        """The same for `def` handlers that run in a thread."""
+        return self._host.transaction_sync(self, isolation)
+
+    def set_result(self, result: Any) -> None:
+        """The job's result, to be stored by the transaction that completes it."""
+        self._result = result
+
+    async def step(self, name: str, fn: Callable[[], Awaitable[T] | T]) -> T:
+        """Runs fn once and keeps what it returned, as JSON: a later attempt gets it back without running it."""
+        found, text = await self._host.load_step(self, name)
+        if not found:
+            self.check()
+            result = fn()
+            text = result_text(await result if inspect.isawaitable(result) else result)
+            await self._host.save_step(self, name, text)
+        kept: T = None if text is None else json.loads(text)  # type: ignore[assignment]
+        return kept
+
+    def step_sync(self, name: str, fn: Callable[[], T]) -> T:
+        found, text = self._host.load_step_sync(self, name)
+        if not found:
+            self.check()
+            text = result_text(fn())
+            self._host.save_step_sync(self, name, text)
+        kept: T = None if text is None else json.loads(text)  # type: ignore[assignment]
+        return kept
 
 
 type_of_stop = JobCancelled | JobTimeout | JobAbandoned | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, LiteralString
+from typing import Any, Literal, LiteralString
 
 from pgqueue.db import Connection, acting_as, translated
 from pgqueue.job import Status
@@ -24,6 +24,21 @@ async def edit_job(
     conn: Connection, id: int, changes: Mapping[str, Any], *, actor: str | None = None, reason: str | None = None
 ) -> None:
     await _act(conn, SQL.edit_job, {"id": id, "changes": json.dumps(changes), "reason": reason}, actor)
+
+
+async def resolve_job(
+    conn: Connection,
+    id: int,
+    outcome: Literal["completed", "retry"],
+    *,
+    result: Any = None,
+    actor: str | None = None,
+    reason: str | None = None,
+) -> Status:
+    """Ends the doubt about a job: `completed` if its effect happened, `retry` if it did not."""
+    text = None if result is None else json.dumps(result)
+    parameters = {"id": id, "outcome": outcome, "reason": reason, "result": text}
+    return Status(await _act(conn, SQL.resolve_job, parameters, actor))
 
 
 async def pause_queue(conn: Connection, queue: str, *, actor: str | None = None, reason: str | None = None) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from pgqueue.db import Connection, translated
+from pgqueue.failpoints import failpoint
 from pgqueue.job import NewJob
 from pgqueue.sql import SQL
 
@@ -19,8 +20,10 @@ class Added(NamedTuple):
 
 async def add_job(conn: Connection, job: NewJob) -> Added:
     with translated():
+        failpoint("enqueue.before")
         cursor = await conn.execute(SQL.add_job, asdict(job), prepare=False)
         row = await cursor.fetchone()
+    failpoint("enqueue.after")
     assert row is not None
     return Added(*row)
 

@@ -61,6 +61,13 @@ class Snoozed(Lease):
     delay: float
 
 
+@dataclass(slots=True)
+class Written(Lease):
+    """Ended already, by the handler's own transaction or as the duplicate of another job."""
+
+    how: str
+
+
 class Fate(NamedTuple):
     again: bool
     delay: float | None
@@ -76,13 +83,14 @@ async def complete(conn: Connection, jobs: Sequence[Completed]) -> set[int]:
         return await ids(conn, SQL.complete, {**ages(batch), "results": results})
 
     async def mend(job: Completed, error: Exception) -> set[int]:
-        text = f"the result cannot be stored: {error}"
-        failed = Failed(
-            job.id, job.lease_token, job.started, job.ended, job.threads, None, "bad_result", "BadResult", text
-        )
-        return set(await fail(conn, [failed]))
+        return set(await fail(conn, [unstorable(job, error)]))
 
     return await isolating(conn, send, mend, jobs)
+
+
+def unstorable(job: Completed, error: Exception) -> Failed:
+    text = f"the result cannot be stored: {error}"
+    return Failed(job.id, job.lease_token, job.started, job.ended, job.threads, None, "bad_result", "BadResult", text)
 
 
 async def fail(conn: Connection, jobs: Sequence[Failed]) -> dict[int, Fate]:
@@ -118,6 +126,12 @@ async def cancel(conn: Connection, jobs: Sequence[Cancelled]) -> set[int]:
         return await send([replace(job, error=f"the error cannot be stored: {error}")])
 
     return await isolating(conn, send, mend, jobs)
+
+
+async def complete_in(conn: Connection, job: Completed) -> bool:
+    """Completes one job in the transaction that is open on this connection; its errors are the transaction's."""
+    results = None if job.result is None else [job.result]
+    return bool(await ids(conn, SQL.complete, {**ages([job]), "results": results}))
 
 
 async def snooze(conn: Connection, jobs: Sequence[Snoozed]) -> set[int]:

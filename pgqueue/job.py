@@ -34,6 +34,8 @@ TRANSITIONS: dict[str, frozenset[tuple[Status, Status]]] = {
     "retry_job": frozenset(
         {(Status.FAILED, Status.PENDING), (Status.CANCELLED, Status.PENDING), (Status.SCHEDULED, Status.PENDING)}
     ),
+    "complete_duplicate": frozenset({(Status.RUNNING, Status.COMPLETED)}),
+    "resolve_job": frozenset({(Status.FAILED, Status.COMPLETED), (Status.FAILED, Status.PENDING)}),
     "edit_job": frozenset({(Status.SCHEDULED, Status.PENDING), (Status.PENDING, Status.SCHEDULED)}),
 }
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypedDict, TypeVar, Unpack
 
 from pgqueue import callers, enqueue
-from pgqueue.arguments import Arguments, result_text
+from pgqueue.arguments import Arguments
 from pgqueue.db import translated
 from pgqueue.enqueue import Added
 from pgqueue.errors import InvalidJob
+from pgqueue.idempotency import Effect, effect_key
 from pgqueue.job import NewJob
 from pgqueue.jobref import JobRef
-from pgqueue.outcome import Retry, seconds
+from pgqueue.outcome import Retry, result_text, seconds
 
 if TYPE_CHECKING:
     from pgqueue.app import PgQueue
@@ -69,6 +71,9 @@ class JobType(Generic[P, R]):
         thread_demand: int = 1,
         executor: Literal["auto", "async", "thread", "process"] = "auto",
         tags: Iterable[str] = (),
+        once_per: Iterable[str] = (),
+        at_most_once: bool = False,
+        once_ttl: float | timedelta = 86400,
     ) -> None:
         if not inspect.isfunction(fn) and not inspect.ismethod(fn):
             raise TypeError(f"{fn!r} is not a function")
@@ -85,6 +90,15 @@ class JobType(Generic[P, R]):
         self.executor: Executor = _executor(fn, executor)
         self.tags = list(tags)
         self.arguments = Arguments(fn, self.name)
+        self.once_per = tuple(once_per)
+        if unknown := set(self.once_per) - set(self.arguments.signature.parameters):
+            raise TypeError(
+                f"{self.name}: once_per names {', '.join(sorted(unknown))}, which the handler does not take"
+            )
+        self.at_most_once = at_most_once
+        self.once_ttl = seconds(once_ttl)
+        self.has_effect = bool(self.once_per) or at_most_once
+        """Whether its jobs must not have their effect twice."""
         self.takes_context = self.arguments.takes_context
         self.decode: Callable[[str], tuple[Any, dict[str, Any]]] = self.arguments.decode
         """From the payload's text to the payload and the handler's keyword arguments; raises Undecodable."""
@@ -102,6 +116,14 @@ class JobType(Generic[P, R]):
 
     def __reduce__(self) -> Any:
         return _find, (self.__module__, self.__qualname__, self.name)
+
+    def effect(self, job_id: int, payload: Any) -> Effect:
+        """What must happen once: for all jobs with the same values of `once_per`, else for this job."""
+        if not self.once_per:
+            return Effect(f"job:{job_id}", self.at_most_once, self.once_ttl)
+        values = [payload.get(name, self.arguments.defaults.get(name)) for name in self.once_per]
+        parts = [json.dumps(value, sort_keys=True, default=str) for value in values]
+        return Effect(effect_key(self.name, *parts), self.at_most_once, self.once_ttl)
 
     def json_schema(self) -> dict[str, Any]:
         """The JSON Schema of the payload."""

@@ -65,6 +65,10 @@ class GiveUp(JobSignal):
     """This job cannot succeed: to the dead letter queue at once, whatever attempts are left."""
 
 
+class InDoubt(JobSignal):
+    """Nobody knows whether the effect happened: to the dead letter queue, for an operator to resolve."""
+
+
 class JobCancelled(JobSignal):
     """Raised by ctx.check() when somebody cancelled the job."""
 
@@ -99,6 +103,7 @@ class Failure:
 
 FINAL: dict[type[BaseException], str] = {
     GiveUp: "gave_up",
+    InDoubt: "in_doubt",
     Undecodable: "undecodable",
     BadResult: "bad_result",
 }
@@ -165,6 +170,24 @@ def dumps(value: Any, default: Callable[[Any], Any] | None = None) -> str:
 
 # Not a backslash, itself escaped, before the letters u0000.
 _NUL = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
+
+
+def result_text(value: Any) -> str | None:
+    """What a handler returned, as JSON text; what is no JSON by itself (dates, models …) as pydantic writes it."""
+    if value is None:
+        return None
+    from pydantic_core import to_jsonable_python
+
+    try:
+        return encode_result(value, to_jsonable_python)
+    except BadResult as error:
+        if not isinstance(error.__cause__, TypeError):
+            raise
+    # A dict with dates or the like as its keys.
+    try:
+        return encode_result(to_jsonable_python(value))
+    except (ValueError, RecursionError) as error:
+        raise BadResult(f"the result cannot be stored as JSON: {error}") from error
 
 
 def seconds(delay: float | timedelta) -> float:

@@ -22,6 +22,7 @@ async def prune(conn: Connection, retention_days: float) -> int:
     """How many partitions were dropped."""
     dropped = await _number(conn, SQL.drop_partitions, {"days": retention_days})
     await conn.execute(SQL.prune_keys, {"limit": 10_000}, prepare=False)
+    await conn.execute(SQL.prune_effects, {"limit": 10_000}, prepare=False)
     await conn.execute(SQL.prune_steps, {"days": retention_days}, prepare=False)
     await conn.execute(SQL.prune_workers, prepare=False)
     return dropped

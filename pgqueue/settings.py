@@ -106,6 +106,7 @@ class Settings:
     poll_interval: float = _variable("PGQUEUE_POLL_INTERVAL", _SECONDS, 1.0)
     shutdown_grace: float = _variable("PGQUEUE_SHUTDOWN_GRACE", _number("seconds", zero=True), 30.0)
     retention_days: float = _variable("PGQUEUE_RETENTION_DAYS", _number("days"), 30.0)
+    failpoint: str | None = _variable("PGQUEUE_FAILPOINT", str)  # for tests: where a process dies
     log: str = _variable("PGQUEUE_LOG", _one_of("auto", "json", "pretty"), "auto")
     pg_bin: Path | None = _variable("PGQUEUE_PG_BIN", _folder)  # noqa: RUF009
     directory: Path = _variable("PGQUEUE_DIR", Path, Path(".pgqueue"))  # noqa: RUF009

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from psycopg import errors as pg
+
 from pgqueue.app import JobType, Middleware
 from pgqueue.claim import Claimed
 from pgqueue.context import Context
-from pgqueue.finish import Cancelled, Completed, Failed, Snoozed
+from pgqueue.errors import LeaseLost
+from pgqueue.failpoints import failpoint
+from pgqueue.finish import Cancelled, Completed, Failed, Snoozed, Written
+from pgqueue.idempotency import Effect
 from pgqueue.job import Lease
 from pgqueue.outcome import (
+    InDoubt,
     JobAbandoned,
     JobCancelled,
     JobTimeout,
@@ -22,7 +29,9 @@ from pgqueue.outcome import (
     Undecodable,
     clean,
     failure,
+    said,
 )
+from pgqueue.worker.children import ChildDied
 
 if TYPE_CHECKING:
     from pgqueue.worker.executors import Executors
@@ -31,6 +40,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("pgqueue.worker")
 
 Stop = JobCancelled | JobAbandoned
+
+SERIALIZATION_RETRIES = 3
 
 
 class Attempt:
@@ -67,14 +78,14 @@ async def run(
     executors: Executors,
     running: dict[int, Attempt],
     task: asyncio.Task[Any],
-) -> Outcome:
+) -> tuple[Outcome, Effect | None]:
     """Runs the handler and turns what comes of it into an outcome. Raises only if the worker itself is cancelled."""
     started = time.monotonic()
+    failpoint("attempt.before")
     try:
         payload, arguments = handler.decode(job.payload)
     except Undecodable as error:
-        return failed(job, lease_token, threads, started, error, handler.retry)
-    timeout = job.timeout if job.timeout is not None else handler.timeout
+        return failed(job, lease_token, threads, started, error, handler.retry), None
     ctx = Context(
         executors.host,
         id=job.id,
@@ -82,49 +93,95 @@ async def run(
         queue=job.queue,
         attempt=job.attempt + 1,
         max_attempts=job.max_attempts,
-        timeout=timeout,
+        timeout=job.timeout if job.timeout is not None else handler.timeout,
         idempotency_key=job.idempotency_key,
         lease_token=lease_token,
         payload=payload,
         threads=threads,
         started=started,
     )
+    if handler.has_effect:
+        ctx._effect = handler.effect(job.id, payload)
+        ctx.idempotency_key = job.idempotency_key or ctx._effect.key
+        if (outcome := await executors.once.begin(job, lease_token, threads, ctx._effect)) is not None:
+            return outcome, None
     attempt = running[job.id] = Attempt(job, ctx, task)
     try:
-        call = executors.call(handler, attempt, arguments)
-        for middleware in reversed(middlewares):
-            call = wrapped(middleware, ctx, call)
-        if timeout is not None and handler.executor == "async":
-            try:
-                async with asyncio.timeout(timeout) as limit:
-                    result = await call()
-            except TimeoutError:
-                if limit.expired():
-                    raise JobTimeout(f"the attempt ran over its timeout of {timeout:g} s") from None
-                raise
-        else:
-            result = await call()
-        if isinstance(result, Snooze):
-            return Snoozed(job.id, lease_token, result.seconds())
-        return Completed(job.id, lease_token, started, time.monotonic(), threads, handler.encode_result(result))
-    except asyncio.CancelledError:
-        why = ctx._stop
-        if why is None:
-            raise
-        # The cancellation was meant for the handler, not for the task that runs one job after the other.
-        task.uncancel()
-        return stopped(job, lease_token, threads, started, why)
-    except (JobCancelled, JobAbandoned) as why:
-        return stopped(job, lease_token, threads, started, why)
-    except (SystemExit, KeyboardInterrupt) as error:
-        # A handler that calls sys.exit() fails; it does not take the worker along.
-        return failed(job, lease_token, threads, started, error, handler.retry)
-    except BaseException as error:
-        return failed(job, lease_token, threads, started, error, handler.retry)
+        return await outcome_of(handler, middlewares, executors, attempt, arguments), ctx._effect
     finally:
         # After a lost lease this worker may have claimed the same job again.
         if running.get(job.id) is attempt:
             del running[job.id]
+
+
+async def outcome_of(
+    handler: JobType[..., Any],
+    middlewares: Sequence[Middleware],
+    executors: Executors,
+    attempt: Attempt,
+    arguments: dict[str, Any],
+) -> Outcome:
+    job, ctx = attempt.job, attempt.ctx
+    try:
+        result = await call_handler(handler, middlewares, executors, attempt, arguments)
+        failpoint("handler.after")
+        if ctx._written:
+            return written(ctx)
+        if isinstance(result, Snooze):
+            return Snoozed(ctx.id, ctx.lease_token, result.seconds())
+        text = handler.encode_result(result)
+        return Completed(ctx.id, ctx.lease_token, ctx.started, time.monotonic(), ctx.threads, text)
+    except asyncio.CancelledError:
+        if ctx._stop is None:
+            raise
+        # The cancellation was meant for the handler, not for the task that runs one job after the other.
+        attempt.task.uncancel()
+        return stopped(ctx, ctx._stop)
+    except (JobCancelled, JobAbandoned) as why:
+        return stopped(ctx, why)
+    except LeaseLost:
+        return Lease(ctx.id, ctx.lease_token)
+    except BaseException as error:  # a handler that calls sys.exit() fails; it does not take the worker along
+        if ctx._written:
+            text = f"job {ctx.id} {ctx.type} was completed by its transaction; its handler failed after that"
+            logger.warning(text, exc_info=error)
+            return written(ctx)
+        if handler.at_most_once and isinstance(error, JobTimeout | ChildDied):
+            error = InDoubt(f"{said(error)}; nobody knows whether it had its effect")
+        return failed(job, ctx.lease_token, ctx.threads, ctx.started, error, handler.retry)
+
+
+async def call_handler(
+    handler: JobType[..., Any],
+    middlewares: Sequence[Middleware],
+    executors: Executors,
+    attempt: Attempt,
+    arguments: dict[str, Any],
+) -> Any:
+    """Runs it within its timeout, and again at once when PostgreSQL could not serialize its transaction."""
+    call = executors.call(handler, attempt, arguments)
+    for middleware in reversed(middlewares):
+        call = wrapped(middleware, attempt.ctx, call)
+    for retries in range(SERIALIZATION_RETRIES + 1):
+        try:
+            if attempt.ctx.timeout is None or handler.executor != "async":
+                return await call()
+            try:
+                async with asyncio.timeout(attempt.ctx.timeout) as limit:
+                    return await call()
+            except TimeoutError:
+                if limit.expired():
+                    raise JobTimeout(f"the attempt ran over its timeout of {attempt.ctx.timeout:g} s") from None
+                raise
+        except (pg.SerializationFailure, pg.DeadlockDetected):
+            if retries == SERIALIZATION_RETRIES or attempt.ctx._written or handler.at_most_once:
+                raise
+            await asyncio.sleep(random.uniform(0, 0.02 * 2**retries))
+    raise AssertionError("unreachable")
+
+
+def written(ctx: Context) -> Written:
+    return Written(ctx.id, ctx.lease_token, "transaction")
 
 
 def wrapped(
@@ -135,12 +192,14 @@ def wrapped(
     return lambda: middleware(ctx, call)
 
 
-def stopped(
-    job: Claimed, lease_token: str, threads: int, started: float, why: BaseException | None
-) -> Cancelled | Lease:
+def stopped(ctx: Context, why: BaseException) -> Outcome:
+    if ctx._written:
+        return written(ctx)
     if isinstance(why, JobCancelled):
-        return Cancelled(job.id, lease_token, started, time.monotonic(), threads, clean(str(why), 1000) or None)
-    return Lease(job.id, lease_token)
+        return Cancelled(
+            ctx.id, ctx.lease_token, ctx.started, time.monotonic(), ctx.threads, clean(str(why), 1000) or None
+        )
+    return Lease(ctx.id, ctx.lease_token)
 
 
 def failed(job: Claimed, lease_token: str, threads: int, started: float, error: BaseException, retry: Retry) -> Failed:

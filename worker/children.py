@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 from pgqueue.app import BoundJob, JobRef, JobType
 from pgqueue.context import Context
@@ -207,6 +207,27 @@ class ChildHost:
     ) -> list[Any]:
         answer: list[Any] = self._ask("map_chunks_sync", fn, items, executor)
         return answer
+
+    def load_step_sync(self, ctx: Context, name: str) -> tuple[bool, str | None]:
+        answer: tuple[bool, str | None] = self._ask("load_step_sync", name)
+        return answer
+
+    def save_step_sync(self, ctx: Context, name: str, result: str | None) -> None:
+        self._ask("save_step_sync", name, result)
+
+    def transaction_sync(self, ctx: Context, isolation: str | None) -> NoReturn:
+        raise TypeError('ctx.transaction_sync is for handlers in threads: leave out executor="process"')
+
+    # The rest is for coroutines, which do not run here.
+
+    async def load_step(self, ctx: Context, name: str) -> tuple[bool, str | None]:
+        return self.load_step_sync(ctx, name)
+
+    async def save_step(self, ctx: Context, name: str, result: str | None) -> None:
+        self.save_step_sync(ctx, name, result)
+
+    def transaction(self, ctx: Context, isolation: str | None) -> NoReturn:
+        self.transaction_sync(ctx, isolation)
 
     async def enqueue(self, ctx: Context, job: BoundJob[Any]) -> JobRef[Any]:
         return self.enqueue_sync(ctx, job)

@@ -16,6 +16,7 @@ import psycopg
 
 from pgqueue import workers
 from pgqueue.claim import Claim, Claimant, Claimed, Lanes, claim_next
+from pgqueue.failpoints import failpoint
 from pgqueue.log import say
 from pgqueue.worker.finisher import Finisher
 from pgqueue.worker.link import Link
@@ -133,7 +134,10 @@ class Claimer:
         self.wake.clear()
         limit = min(wanted, LARGEST_BATCH)
         conn = await self.link.get()
+        failpoint("claim.before")
         claims = await claim_next(conn, self.who, self.lanes, limit, quick=quick)
+        if claims:
+            failpoint("claim.after")
         got, parked = self._hand_over(claims)
         if got == 0 and not parked:
             return False

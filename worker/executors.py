@@ -17,11 +17,13 @@ from pgqueue.worker.children import Children
 if TYPE_CHECKING:
     from pgqueue.worker.attempt import Attempt
     from pgqueue.worker.host import WorkerHost
+    from pgqueue.worker.once import Once
 
 
 class Executors:
-    def __init__(self, threads: int, host: WorkerHost) -> None:
+    def __init__(self, threads: int, host: WorkerHost, once: Once) -> None:
         self.host = host
+        self.once = once
         self.threads = ThreadPoolExecutor(threads, thread_name_prefix="job")
         self.children = Children()
 

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import psycopg
 
-from pgqueue import finish
+from pgqueue import finish, idempotency
 from pgqueue.claim import Claimed
 from pgqueue.db import Connection
-from pgqueue.finish import Cancelled, Completed, Failed, Snoozed
+from pgqueue.failpoints import failpoint
+from pgqueue.finish import Cancelled, Completed, Failed, Snoozed, Written
+from pgqueue.idempotency import Effect
 from pgqueue.job import Lease
 from pgqueue.log import say
 from pgqueue.worker.link import Link
@@ -25,16 +27,60 @@ BATCH = 1000
 FULL = 5000
 """With so many outcomes unwritten, no more jobs are claimed."""
 
-Outcome = Completed | Failed | Cancelled | Snoozed | Lease
+Outcome = Completed | Failed | Cancelled | Snoozed | Written | Lease
+Entry = tuple[Outcome, Claimed, Effect | None]
+
+
+async def end(conn: Connection, outcomes: Sequence[Outcome]) -> dict[int, float | None]:
+    """Ends attempts that all ended in the same way. The ids of those whose lease stood, and when they are due again."""
+    completed = [one for one in outcomes if isinstance(one, Completed)]
+    if completed:
+        return dict.fromkeys(await finish.complete(conn, completed))
+    failed = [one for one in outcomes if isinstance(one, Failed)]
+    if failed:
+        return {id: fate.delay for id, fate in (await finish.fail(conn, failed)).items()}
+    cancelled = [one for one in outcomes if isinstance(one, Cancelled)]
+    if cancelled:
+        return dict.fromkeys(await finish.cancel(conn, cancelled))
+    snoozed = [one for one in outcomes if isinstance(one, Snoozed)]
+    if snoozed:
+        done = await finish.snooze(conn, snoozed)
+        return {one.id: one.delay for one in snoozed if one.id in done}
+    if any(isinstance(one, Written) for one in outcomes):
+        return dict.fromkeys(one.id for one in outcomes)
+    failpoint("release.before")
+    return dict.fromkeys(await finish.release(conn, outcomes))
+
+
+async def settle(conn: Connection, outcome: Outcome, effect: Effect) -> dict[int, float | None]:
+    """Ends one attempt and says how its effect stands, in one transaction."""
+    try:
+        async with conn.transaction():
+            done = await end(conn, [outcome])
+            if done and isinstance(outcome, Completed):
+                await idempotency.effect_done(conn, outcome.id, effect, outcome.result)
+            elif done and isinstance(outcome, Failed | Snoozed) and getattr(outcome, "reason", None) != "in_doubt":
+                # The handler itself said that it did not do it.
+                await idempotency.effect_undone(conn, outcome.id, effect)
+            return done
+    except finish.UNSTORABLE as error:
+        if not isinstance(outcome, Completed):
+            raise
+        bad = finish.unstorable(outcome, error)
+        if effect.at_most_once:
+            bad.reason = "in_doubt"
+        return await settle(conn, bad, effect)
 
 
 class Finisher:
-    def __init__(self, link: Link, due_in: Callable[[float], None]) -> None:
+    def __init__(self, link: Link, due_in: Callable[[float], None], remember: Callable[[int, Effect], None]) -> None:
         self.link = link
         self.due_in = due_in
         """Told how soon a job is due that this worker put off."""
-        self.outcomes: list[tuple[Outcome, Claimed]] = []
-        self.writing: list[tuple[Outcome, Claimed]] = []
+        self.remember = remember
+        """Told which effects are known to be done."""
+        self.outcomes: list[Entry] = []
+        self.writing: list[Entry] = []
         self.completed = 0
         self.failed = 0
         self.lost = 0
@@ -43,8 +89,8 @@ class Finisher:
         self._room.set()
         self._stop = False
 
-    def put(self, outcome: Outcome, job: Claimed) -> None:
-        self.outcomes.append((outcome, job))
+    def put(self, outcome: Outcome, job: Claimed, effect: Effect | None = None) -> None:
+        self.outcomes.append((outcome, job, effect))
         if not self._something.is_set():
             self._something.set()
 
@@ -52,7 +98,7 @@ class Finisher:
         return len(self.outcomes) + len(self.writing)
 
     def ids(self) -> set[int]:
-        return {job.id for _, job in self.outcomes} | {job.id for _, job in self.writing}
+        return {entry[1].id for entry in self.outcomes} | {entry[1].id for entry in self.writing}
 
     def stop(self) -> None:
         """End when everything is written."""
@@ -81,51 +127,46 @@ class Finisher:
         unsure = False
         while self.writing:
             try:
-                conn = await self.link.get()
-                await self._send(conn, unsure)
-                self.writing = []
+                await self._send(await self.link.get(), unsure)
             except (psycopg.Error, OSError) as error:
                 # Whether the last statement took effect is unknown. The token decides: nothing can be ended twice.
                 unsure = True
                 await self.link.failed(error, f"keeping {len(self)} finished jobs until the database is back")
 
     async def _send(self, conn: Connection, unsure: bool) -> None:
-        kinds: dict[type[Outcome], list[tuple[Outcome, Claimed]]] = {}
+        """What is written is taken out at once: a statement that fails later does not write it again."""
+        for entry in [entry for entry in self.writing if entry[2] is not None]:
+            await self._send_batch(conn, [entry], entry[2], unsure)
+            self.writing.remove(entry)
+        kinds: dict[type[Outcome], list[Entry]] = {}
         for entry in self.writing:
             kinds.setdefault(type(entry[0]), []).append(entry)
         for kind, entries in kinds.items():
-            done = await self._send_kind(conn, kind, [outcome for outcome, _ in entries])
-            missing = [entry for entry in entries if entry[0].id not in done]
-            if missing and unsure:
-                done |= await finish.ended(conn, [outcome for outcome, _ in missing])
-            if kind is Completed:
-                self.completed += len(done)
-            if logger.isEnabledFor(logging.INFO) or missing:
-                self._tell(entries, done)
-            # A batch of another kind may fail: what is written is not written again.
+            await self._send_batch(conn, entries, None, unsure)
             self.writing = [entry for entry in self.writing if type(entry[0]) is not kind]
 
-    async def _send_kind(self, conn: Connection, kind: type[Outcome], outcomes: list[Outcome]) -> set[int]:
-        if kind is Completed:
-            return await finish.complete(conn, [one for one in outcomes if isinstance(one, Completed)])
-        if kind is Failed:
-            fates = await finish.fail(conn, [one for one in outcomes if isinstance(one, Failed)])
-            self.failed += len(fates)
-            for fate in fates.values():
-                if fate.delay is not None:
-                    self.due_in(fate.delay)
-            return set(fates)
-        if kind is Cancelled:
-            return await finish.cancel(conn, [one for one in outcomes if isinstance(one, Cancelled)])
-        if kind is Snoozed:
-            snoozes = [one for one in outcomes if isinstance(one, Snoozed)]
-            for one in snoozes:
-                self.due_in(one.delay)
-            return await finish.snooze(conn, snoozes)
-        return await finish.release(conn, outcomes)
+    async def _send_batch(self, conn: Connection, entries: list[Entry], effect: Effect | None, unsure: bool) -> None:
+        outcomes = [outcome for outcome, _, _ in entries]
+        kind = type(outcomes[0])
+        failpoint("fail.before" if kind is Failed else "finish.before")
+        done = await (end(conn, outcomes) if effect is None else settle(conn, outcomes[0], effect))
+        failpoint("fail.after" if kind is Failed else "finish.after")
+        if unsure and len(done) < len(outcomes):
+            done |= dict.fromkeys(await finish.ended(conn, [one for one in outcomes if one.id not in done]))
+        for delay in done.values():
+            if delay is not None:
+                self.due_in(delay)
+        if kind is Completed or kind is Written:
+            self.completed += len(done)
+            if effect is not None and done:
+                self.remember(outcomes[0].id, effect)
+        elif kind is Failed:
+            self.failed += len(done)
+        if logger.isEnabledFor(logging.INFO) or len(done) < len(outcomes):
+            self._tell(entries, done)
 
-    def _tell(self, entries: list[tuple[Outcome, Claimed]], done: set[int]) -> None:
-        for outcome, job in entries:
+    def _tell(self, entries: list[Entry], done: dict[int, float | None]) -> None:
+        for outcome, job, _ in entries:
             fields = {"job": job.id, "type": job.type, "queue": job.queue, "attempt": job.attempt + 1}
             if job.id not in done:
                 self.lost += 1
@@ -135,6 +176,9 @@ class Finisher:
                 seconds = round(outcome.ended - outcome.started, 6)
                 text = f"completed job {job.id} {job.type} in {seconds:.3f} s"
                 say(logger, logging.INFO, "job.completed", text, seconds=seconds, **fields)
+            elif isinstance(outcome, Written):
+                text = f"completed job {job.id} {job.type} ({outcome.how})"
+                say(logger, logging.INFO, "job.completed", text, how=outcome.how, **fields)
             elif isinstance(outcome, Failed):
                 dead = outcome.delay is None or job.attempt + 1 >= job.max_attempts
                 fate = "dead letter queue" if dead else f"next attempt in {outcome.delay:.1f} s"

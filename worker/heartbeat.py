@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from pgqueue import workers
+from pgqueue.failpoints import failpoint
 from pgqueue.log import say
 from pgqueue.worker.link import Link
 from pgqueue.workers import Pulse, Worker
@@ -73,6 +74,7 @@ class Heartbeat:
 
     async def _beat(self, started: float) -> None:
         conn = await self._link.get()
+        failpoint("heartbeat.before")
         self._now = False
         vitals = self.vitals()
         pulse = await workers.heartbeat(

@@ -1,4 +1,4 @@
-"""What a worker does for its handlers: progress, child jobs, chunks."""
+"""What a worker does for its handlers: progress, child jobs, steps, transactions, chunks."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ import hashlib
 import json
 import pickle
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
+import psycopg
 from psycopg_pool import AsyncConnectionPool
 
 from pgqueue import enqueue, finish, steps
 from pgqueue.app import BoundJob, JobRef
-from pgqueue.arguments import result_text
 from pgqueue.context import Context
-from pgqueue.db import CONNECT, Connection, translated
+from pgqueue.db import CONNECT, Connection, is_outage, translated
 from pgqueue.enqueue import Added
+from pgqueue.errors import LeaseLost
+from pgqueue.failpoints import failpoint
 from pgqueue.job import Lease, NewJob
-from pgqueue.outcome import BadResult
+from pgqueue.outcome import BadResult, JobAbandoned, result_text
+from pgqueue.worker import transactions
 from pgqueue.worker.children import die_with_parent, spawning
 
 T = TypeVar("T")
@@ -109,6 +112,100 @@ class WorkerHost:
 
     def enqueue_sync(self, ctx: Context, job: BoundJob[T]) -> JobRef[T]:
         return job.ref(self.add_job_sync(ctx, job.new_job))
+
+    # Steps
+
+    async def load_step(self, ctx: Context, name: str) -> tuple[bool, str | None]:
+        async with self.connection() as conn:
+            kept = await steps.load_steps(conn, ctx.id)
+        return name in kept, kept.get(name)
+
+    def load_step_sync(self, ctx: Context, name: str) -> tuple[bool, str | None]:
+        return self._from_thread(self.load_step(ctx, name))
+
+    async def save_step(self, ctx: Context, name: str, result: str | None) -> None:
+        async with self.connection() as conn:
+            await steps.save_step(conn, Lease(ctx.id, ctx.lease_token), name, result)
+
+    def save_step_sync(self, ctx: Context, name: str, result: str | None) -> None:
+        self._from_thread(self.save_step(ctx, name, result))
+
+    # Transactions that complete the job
+
+    @asynccontextmanager
+    async def transaction(self, ctx: Context, isolation: str | None) -> AsyncIterator[Connection]:
+        begin = transactions.begin(isolation)
+        async with self.connection() as conn:
+            await conn.execute(begin)
+            try:
+                failpoint("tx.begun")
+                yield conn
+                failpoint("tx.body_done")
+                await transactions.complete(conn, ctx)
+                failpoint("tx.completed")
+            except BaseException:
+                if not conn.closed:
+                    await conn.execute("ROLLBACK")
+                raise
+            await self._commit(conn, ctx)
+
+    async def _commit(self, conn: Connection, ctx: Context) -> None:
+        """Commits, whatever happens meanwhile; when it cannot be known whether it did, the database is asked."""
+        commit = asyncio.ensure_future(conn.execute("COMMIT"))
+        cancelled: asyncio.CancelledError | None = None
+        while not commit.done():
+            try:
+                await asyncio.shield(commit)
+            except asyncio.CancelledError as error:
+                cancelled = error  # first the truth, then the cancellation
+            except psycopg.Error:
+                break
+        if (broken := commit.exception()) is not None:
+            if not is_outage(broken):
+                raise broken
+            await self._resolve(ctx)
+        ctx._written = True
+        failpoint("tx.committed")
+        if cancelled is not None:
+            raise cancelled
+
+    async def _resolve(self, ctx: Context) -> None:
+        """The connection broke during COMMIT. A locking read waits until the server has decided; it never guesses."""
+        lease = [Lease(ctx.id, ctx.lease_token)]
+        while True:
+            try:
+                async with self.connection() as conn:
+                    if await finish.owned(conn, lease):
+                        raise JobAbandoned("the commit did not happen")
+                    if await finish.ended(conn, lease):
+                        return
+                    raise LeaseLost(f"the lease on job {ctx.id} is lost")
+            except (psycopg.Error, OSError):
+                await asyncio.sleep(0.2)
+
+    @contextmanager
+    def transaction_sync(self, ctx: Context, isolation: str | None) -> Iterator[psycopg.Connection[Any]]:
+        begin = transactions.begin(isolation)
+        with psycopg.connect(self.dsn, autocommit=True, prepare_threshold=None, **CONNECT) as conn:
+            conn.execute(begin)
+            try:
+                failpoint("tx.begun")
+                yield conn
+                failpoint("tx.body_done")
+                transactions.complete_sync(conn, ctx)
+                failpoint("tx.completed")
+            except BaseException:
+                if not conn.closed:
+                    conn.execute("ROLLBACK")
+                raise
+            try:
+                conn.execute("COMMIT")
+            except psycopg.Error as error:
+                if not is_outage(error):
+                    raise
+                self._from_thread(self._resolve(ctx))
+            ctx._written = True
+            failpoint("tx.committed")
 
     # Chunks
 

@@ -13,6 +13,7 @@ import psycopg
 
 from pgqueue import finish, promote, prune, rescue, workers
 from pgqueue.db import Connection
+from pgqueue.failpoints import failpoint
 from pgqueue.job import Lease
 from pgqueue.log import say
 from pgqueue.worker.link import Link
@@ -116,11 +117,14 @@ class Janitor:
     async def _promote(self, conn: Connection) -> None:
         self._next_due = None
         if await promote.promote(conn, self.due):
+            failpoint("promote.after")
             self.ready()
 
     async def _rescue(self, conn: Connection) -> None:
+        failpoint("rescue.before")
         rescued = await rescue.rescue(conn)
         if rescued.jobs:
+            failpoint("rescue.after")
             text = f"rescued {rescued.jobs} jobs of dead workers"
             if rescued.poisoned:
                 text += f"; {rescued.poisoned} of them killed too many workers and are in the dead letter queue"

@@ -24,6 +24,7 @@ from pgqueue import finish, migrate, workers
 from pgqueue.app import JobType, PgQueue
 from pgqueue.claim import Claimant, Claimed
 from pgqueue.errors import DatabaseUnavailable
+from pgqueue.idempotency import L1
 from pgqueue.job import Lease
 from pgqueue.listen import Listener
 from pgqueue.log import say
@@ -38,6 +39,7 @@ from pgqueue.worker.heartbeat import Heartbeat, Vitals
 from pgqueue.worker.host import WorkerHost
 from pgqueue.worker.janitor import Janitor
 from pgqueue.worker.link import Link
+from pgqueue.worker.once import Once
 from pgqueue.worker.slots import Slots
 from pgqueue.workers import Pulse, Worker
 
@@ -80,7 +82,8 @@ class Runtime:
         self.slots = Slots(threads)
         self.running: dict[int, Attempt] = {}
         self.host = WorkerHost(dsn, threads, self.worker.name)
-        self.executors = Executors(threads, self.host)
+        self.once = Once(self.host, L1(settings.redis_url) if settings.redis_url else None)
+        self.executors = Executors(threads, self.host, self.once)
         self.parent = parent
         """The supervisor's process id: without its supervisor a worker ends, or there would soon be too many."""
         self.stopping = False
@@ -141,7 +144,7 @@ class Runtime:
             cancel=self._cancel,
             ready=self._ready,
         )
-        self.finisher = Finisher(Link(self.dsn, f"pgqueue-finish {name}"), self.janitor.due_in)
+        self.finisher = Finisher(Link(self.dsn, f"pgqueue-finish {name}"), self.janitor.due_in, self.once.remember)
         self.claimer = Claimer(
             Link(self.dsn, f"pgqueue-claim {name}"), self.who, self.slots, self.finisher, self.settings.poll_interval
         )
@@ -234,6 +237,7 @@ class Runtime:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._retire()
+        await self.once.close()
         await self.host.close()
         self.executors.close()
         for link in (self.claimer.link, self.finisher.link, self.janitor.link):
@@ -294,10 +298,10 @@ class Runtime:
         if job.lost and not await self._announce(job, lease_token, threads):
             return
         handler = self.types[job.type]
-        outcome = await attempt.run(
+        outcome, effect = await attempt.run(
             job, lease_token, threads, handler, self.app.middlewares, self.executors, self.running, task
         )
-        self.finisher.put(outcome, job)
+        self.finisher.put(outcome, job, effect)
 
     async def _announce(self, job: Claimed, lease_token: str, threads: int) -> bool:
         """A job that was lost with a worker before says that it runs: only it is charged if this worker dies, too."""

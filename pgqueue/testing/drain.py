@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-import psycopg
-
-from pgqueue import callers, db, enqueue, finish, promote, workers
-from pgqueue.app import BoundJob, JobRef, JobType, PgQueue
+from pgqueue import db, promote, workers
+from pgqueue.app import JobType, PgQueue
 from pgqueue.claim import Claimant, Claimed, Lanes, claim_next
-from pgqueue.context import Context, Host
+from pgqueue.context import Context
 from pgqueue.db import Connection
 from pgqueue.errors import JobFailed
-from pgqueue.finish import Cancelled, Completed, Failed, Snoozed
-from pgqueue.sql import SQL
+from pgqueue.finish import Failed
 
 if TYPE_CHECKING:
     from pgqueue.testing.harness import Harness
-    from pgqueue.worker.attempt import Attempt
     from pgqueue.worker.executors import Executors
 
-T = TypeVar("T")
-C = TypeVar("C")
-
+CHUNKS = 4
+"""Threads for handlers and their chunks."""
 MOST_THREADS = 1024
 
 
@@ -40,7 +35,7 @@ async def drain(
         handlers |= {name: (app, job_type) for name, job_type in app.types.items()}
     who = Claimant(uuid4(), types=list(handlers), threads=MOST_THREADS, largest=MOST_THREADS)
     ran: list[int] = []
-    async with await db.connect(harness.dsn, application_name="pgqueue-test") as conn:
+    async with await db.connect(harness.dsn, application_name="pgqueue-test") as conn, _executors(harness.dsn) as here:
         await _register(conn, who)
         while True:
             await promote.promote(conn, promote.DueFloor())
@@ -52,13 +47,29 @@ async def drain(
                 for one in claimed:
                     for job in one.jobs:
                         ran.append(job.id)
-                        error = await _attempt(conn, job, one.lease_token, *handlers[job.type], harness.dsn)
+                        error = await _attempt(conn, job, one.lease_token, *handlers[job.type], here)
                         if error is not None and raise_errors:
                             raise error
             elif advance and (wait := await promote.seconds_until_due(conn, promote.DueFloor())) is not None:
                 harness.advance(max(wait, 0) + 0.001)
             else:
                 return ran
+
+
+@asynccontextmanager
+async def _executors(dsn: str) -> AsyncIterator[Executors]:
+    from pgqueue.worker.executors import Executors
+    from pgqueue.worker.host import WorkerHost
+    from pgqueue.worker.once import Once
+
+    host = WorkerHost(dsn, CHUNKS, "test")
+    host.loop = asyncio.get_running_loop()
+    executors = Executors(CHUNKS, host, Once(host, None))
+    try:
+        yield executors
+    finally:
+        await host.close()
+        executors.close()
 
 
 def _mains(apps: Sequence[PgQueue]) -> list[PgQueue]:
@@ -84,73 +95,28 @@ async def _register(conn: Connection, who: Claimant) -> None:
 
 
 async def _attempt(
-    conn: Connection, job: Claimed, token: str, app: PgQueue, handler: JobType[..., Any], dsn: str
+    conn: Connection, job: Claimed, token: str, app: PgQueue, handler: JobType[..., Any], executors: Executors
 ) -> BaseException | None:
-    """Runs the job and ends it. The error, if the attempt failed."""
-    from pgqueue.worker import attempt
+    """Runs the job and ends it, with the worker's own parts. The error, if the attempt failed."""
+    from pgqueue.worker import attempt, finisher
+
+    raised: list[BaseException] = []
+
+    async def catching(ctx: Context, call_next: Callable[[], Awaitable[Any]]) -> Any:
+        try:
+            return await call_next()
+        except BaseException as error:
+            raised.append(error)
+            raise
 
     task = asyncio.current_task()
     assert task is not None
-    here = Here(conn, dsn)
-    executors = cast("Executors", here)
-    outcome = await attempt.run(job, token, job.thread_demand, handler, app.middlewares, executors, {}, task)
-    if isinstance(outcome, Completed):
-        await finish.complete(conn, [outcome])
-    elif isinstance(outcome, Failed):
-        await finish.fail(conn, [outcome])
-        return here.error or JobFailed(job.id, outcome.reason, f"{outcome.error_type}: {outcome.error}")
-    elif isinstance(outcome, Cancelled):
-        await finish.cancel(conn, [outcome])
-    elif isinstance(outcome, Snoozed):
-        await finish.snooze(conn, [outcome])
+    middlewares = [*app.middlewares, catching]
+    outcome, effect = await attempt.run(job, token, job.thread_demand, handler, middlewares, executors, {}, task)
+    if effect is None:
+        await finisher.end(conn, [outcome])
     else:
-        await finish.release(conn, [outcome])
+        await finisher.settle(conn, outcome, effect)
+    if isinstance(outcome, Failed):
+        return raised[0] if raised else JobFailed(job.id, outcome.reason, f"{outcome.error_type}: {outcome.error}")
     return None
-
-
-class Here:
-    """In the place of a worker's executors and host: every handler is called right here, and so are its chunks."""
-
-    def __init__(self, conn: Connection, dsn: str) -> None:
-        self.host: Host = self
-        self.conn = conn
-        self.dsn = dsn
-        self.error: BaseException | None = None
-
-    def call(
-        self, handler: JobType[..., Any], attempt: Attempt, arguments: dict[str, Any]
-    ) -> Callable[[], Awaitable[Any]]:
-        context = (attempt.ctx,) if handler.takes_context else ()
-
-        async def call() -> Any:
-            try:
-                result = handler.fn(*context, **arguments)
-                return await result if handler.executor == "async" else result
-            except BaseException as error:
-                self.error = error
-                raise
-
-        return call
-
-    def report_progress(self, ctx: Context, progress: dict[str, Any]) -> None:
-        with psycopg.connect(self.dsn, autocommit=True) as conn:
-            parameters = {"id": ctx.id, "lease_token": ctx.lease_token, "progress": json.dumps(progress)}
-            conn.execute(SQL.progress, parameters)
-
-    async def enqueue(self, ctx: Context, job: BoundJob[T]) -> JobRef[T]:
-        return job.ref(await enqueue.add_job(self.conn, job.new_job))
-
-    def enqueue_sync(self, ctx: Context, job: BoundJob[T]) -> JobRef[T]:
-        with psycopg.connect(self.dsn) as conn:
-            return job.ref(callers.add_job_sync(conn, job.new_job))
-
-    async def map_chunks(
-        self, ctx: Context, fn: Callable[[Sequence[C]], T], items: Sequence[C], executor: str
-    ) -> list[T]:
-        return self.map_chunks_sync(ctx, fn, items, executor)
-
-    def map_chunks_sync(
-        self, ctx: Context, fn: Callable[[Sequence[C]], T], items: Sequence[C], executor: str
-    ) -> list[T]:
-        count = max(1, min(ctx.threads, len(items)))
-        return [fn(items[i * len(items) // count : (i + 1) * len(items) // count]) for i in range(count)]

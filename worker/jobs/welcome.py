@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from pgqueue import Context, GiveUp
+from pgqueue import Context, GiveUp, InDoubt
 from pgqueue.settings import Settings
 from pgqueue.worker.jobs.base import app, settings
 
@@ -44,7 +44,7 @@ def email_address(text: str) -> str:
 Email = Annotated[str, AfterValidator(email_address), Field(json_schema_extra={"format": "email"})]
 
 
-@app.job(executor="thread")
+@app.job(executor="thread", once_per=("email", "name"), at_most_once=True)
 def send_welcome_email(ctx: Context, email: Email, name: Annotated[str, Field(max_length=200)]) -> dict[str, Any]:
     config = settings()
     message = welcome(ctx, config, email, name)
@@ -104,7 +104,11 @@ def deliver(config: Settings, message: EmailMessage) -> None:
             if not encrypted and host not in LOOPBACK:
                 raise GiveUp(f"{host} offers no STARTTLS: SMTP_PASSWORD would cross the network in the clear")
             smtp.login(config.smtp_email or "", config.smtp_password)
-        smtp.send_message(message)
+        try:
+            smtp.send_message(message)
+        except (smtplib.SMTPServerDisconnected, OSError) as error:
+            # The server may have taken the message and its answer may be lost.
+            raise InDoubt(f"{host} went away while it took the message: {error}") from error
         # Accepted: whatever the server says to a goodbye, the message is on its way.
         with suppress(smtplib.SMTPException, OSError):
             smtp.quit()

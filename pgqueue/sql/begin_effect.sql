@@ -1,0 +1,19 @@
+-- Takes the right to an effect for a running job, and says how the effect stands if another has it.
+-- One that is done and past its time may be done anew; one whose job is gone may be taken over, unless it must not happen
+-- twice: then nobody knows whether it happened.
+WITH lease AS MATERIALIZED (
+    SELECT j.id FROM pgqueue.jobs_live j WHERE j.id = %(id)s AND j.lease_token = %(lease_token)s::uuid FOR UPDATE
+), taken AS (
+    INSERT INTO pgqueue.effects AS e (key, job_id, expires_at)
+    SELECT %(key)s, l.id, clock_timestamp() + make_interval(secs => %(ttl)s) FROM lease l
+    ON CONFLICT (key) DO UPDATE
+        SET job_id = excluded.job_id, begun_at = excluded.begun_at, expires_at = excluded.expires_at, done_at = NULL,
+            result = NULL
+        WHERE e.done_at IS NOT NULL AND e.expires_at <= clock_timestamp()
+           OR e.done_at IS NULL AND NOT %(at_most_once)s AND e.job_id <> excluded.job_id
+              AND NOT EXISTS (SELECT FROM pgqueue.jobs_live j WHERE j.id = e.job_id)
+    RETURNING e.key
+)
+SELECT EXISTS (SELECT FROM lease) AS leased, EXISTS (SELECT FROM taken) AS taken, e.job_id, e.done_at IS NOT NULL AS done,
+       EXISTS (SELECT FROM pgqueue.jobs_live j WHERE j.id = e.job_id) AS alive
+FROM (VALUES (1)) one LEFT JOIN pgqueue.effects e ON e.key = %(key)s

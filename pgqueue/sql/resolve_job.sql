@@ -1,0 +1,1 @@
+SELECT pgqueue.resolve_job(%(id)s, %(outcome)s, %(reason)s, %(result)s::jsonb)
