@@ -22,7 +22,8 @@ async def promote(conn: Connection, floor: DueFloor, limit: int = 1000) -> int:
     """Makes due jobs pending, from the floor on, and wakes workers for them. How many they were."""
 
     async def send() -> tuple[int, datetime | None, list[str] | None, list[str] | None, list[int] | None]:
-        cursor = await conn.execute(SQL.promote, {"floor": floor.run_at, "limit": limit}, prepare=False)
+        parameters = {"floor": floor.run_at, "limit": limit}
+        cursor = await conn.execute(SQL.promote, parameters, prepare=False, binary=True)
         row = await cursor.fetchone()
         assert row is not None
         return (row[0], row[1], row[2], row[3], row[4])

@@ -78,7 +78,8 @@ async def list_failed(
 
 
 async def list_attempts(conn: Connection, id: int) -> list[Attempt]:
-    cursor = await conn.execute(SQL.list_attempts, {"id": id}, prepare=False)
+    with translated():
+        cursor = await conn.execute(SQL.list_attempts, {"id": id}, prepare=False, binary=True)
     return [Attempt(*row) for row in await cursor.fetchall()]
 
 
@@ -110,5 +111,7 @@ async def why(conn: Connection, id: int) -> list[Reason]:
 
 
 async def _jobs(conn: Connection, statement: Any, parameters: dict[str, Any]) -> list[Job]:
-    cursor = await conn.execute(statement, parameters, prepare=False)
-    return [Job(*row) for row in await cursor.fetchall()]
+    with translated():
+        # In binary, because a session's DateStyle can make times unreadable as text.
+        cursor = await conn.execute(statement, parameters, prepare=False, binary=True)
+        return [Job(*row) for row in await cursor.fetchall()]

@@ -27,6 +27,8 @@ logger = logging.getLogger("pgqueue.worker")
 LARGEST_BATCH = 500
 AHEAD = 0.05
 """This many seconds of work are claimed ahead of the free slots: none when jobs are long, many when short."""
+AHEAD_BYTES = 16 << 20
+"""… but no more than this much of payloads."""
 WATCHFUL = 0.02
 LINGER = 0.1
 """A worker that is woken many times a second looks again by itself for so long before it marks itself idle."""
@@ -40,6 +42,8 @@ class Claimer:
         self.finisher = finisher
         self.poll_interval = poll_interval
         self.lanes = Lanes()
+        self.mean_size = 1.0
+        """Characters of a payload, of late."""
         self.mean_run: float | None = None
         """Seconds that a job runs, of late."""
         self.idle = False
@@ -67,6 +71,7 @@ class Claimer:
         ahead = 0
         if self.mean_run is not None:
             ahead = min(LARGEST_BATCH, int(self.slots.threads * AHEAD / max(self.mean_run, 1e-6)))
+            ahead = min(ahead, int(AHEAD_BYTES / self.mean_size))
         wanted = self.slots.free + ahead - len(self.slots)
         # Asking for a few at a time would cost a statement each.
         return wanted if wanted * 2 >= ahead else 0
@@ -161,6 +166,8 @@ class Claimer:
             mine = [job for job in claim.jobs if not job.parked]
             parked += [job for job in claim.jobs if job.parked]
             got += len(mine)
+            if mine:
+                self.mean_size += (sum(len(job.payload) for job in mine) / len(mine) + 1 - self.mean_size) / 4
             if logger.isEnabledFor(logging.DEBUG):
                 for job in mine:
                     say(logger, logging.DEBUG, "job.claimed", f"claimed job {job.id} {job.type}", job=job.id)

@@ -297,13 +297,14 @@ CREATE TRIGGER c_key BEFORE INSERT ON pgqueue.jobs_live FOR EACH ROW WHEN (NEW.i
 -- Wakes, for each of these jobs, the idle worker that was used least recently and can run it; each worker once.
 -- The lock says "somebody who may not have seen you idle is still at work": a worker that goes to sleep tries it. So it
 -- comes first, and the look, with a newer snapshot, after it. (A function in SQL would take one snapshot for both.)
--- A caller whose snapshot is older than this statement cannot see who is idle now, so it wakes without looking at that.
+-- Nobody waits for the lock: whoever holds it alone, a worker for a moment or anybody else, must not stop those who enqueue.
+-- A caller that did not get it, or whose snapshot is older than this statement, cannot know who is idle: it wakes them all.
 CREATE FUNCTION pgqueue.wake(queues text[], types text[], demands integer[]) RETURNS void LANGUAGE plpgsql SECURITY DEFINER
     SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
-    blind boolean := current_setting('transaction_isolation') IN ('repeatable read', 'serializable');
+    blind boolean := NOT pg_try_advisory_xact_lock_shared(1885827429, 1)
+        OR current_setting('transaction_isolation') IN ('repeatable read', 'serializable');
 BEGIN
-    PERFORM pg_advisory_xact_lock_shared(1885827429, 1);
     PERFORM pg_notify('pgqueue_' || chosen.id, '') FROM (
         SELECT DISTINCT w.id
         FROM (SELECT DISTINCT j.queue, j.type, j.demand FROM unnest(queues, types, demands) AS j(queue, type, demand)) j
@@ -314,7 +315,7 @@ BEGIN
               AND (w.queues IS NULL OR j.queue = ANY (w.queues))
               AND (w.types IS NULL OR j.type = ANY (w.types))
             ORDER BY (w.threads >= j.demand) DESC, w.last_used_at
-            LIMIT 1
+            LIMIT CASE WHEN blind THEN NULL ELSE 1 END
         ) w
     ) chosen;
 END $$;
