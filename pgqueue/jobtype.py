@@ -9,6 +9,8 @@ from datetime import datetime, timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypedDict, TypeVar, Unpack
 
+from pydantic_core import to_jsonable_python
+
 from pgqueue import callers, enqueue
 from pgqueue.arguments import Arguments
 from pgqueue.db import translated
@@ -117,12 +119,12 @@ class JobType(Generic[P, R]):
     def __reduce__(self) -> Any:
         return _find, (self.__module__, self.__qualname__, self.name)
 
-    def effect(self, job_id: int, payload: Any) -> Effect:
+    def effect(self, job_id: int, arguments: Mapping[str, Any]) -> Effect:
         """What must happen once: for all jobs with the same values of `once_per`, else for this job."""
         if not self.once_per:
             return Effect(f"job:{job_id}", self.at_most_once, self.once_ttl)
-        values = [payload.get(name, self.arguments.defaults.get(name)) for name in self.once_per]
-        parts = [json.dumps(value, sort_keys=True, default=str) for value in values]
+        values = [arguments.get(name, self.arguments.defaults.get(name)) for name in self.once_per]
+        parts = [json.dumps(to_jsonable_python(value), sort_keys=True) for value in values]
         return Effect(effect_key(self.name, *parts), self.at_most_once, self.once_ttl)
 
     def json_schema(self) -> dict[str, Any]:

@@ -101,8 +101,10 @@ async def run(
         started=started,
     )
     if handler.has_effect:
-        ctx._effect = handler.effect(job.id, payload)
-        ctx.idempotency_key = job.idempotency_key or ctx._effect.key
+        ctx._effect = handler.effect(job.id, arguments)
+        if handler.once_per:
+            # Whoever takes a key from one of these jobs must know the others by it, too.
+            ctx.idempotency_key = ctx._effect.key
         if (outcome := await executors.once.begin(job, lease_token, threads, ctx._effect)) is not None:
             return outcome, None
     attempt = running[job.id] = Attempt(job, ctx, task)

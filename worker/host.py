@@ -144,7 +144,7 @@ class WorkerHost:
                 await transactions.complete(conn, ctx)
                 failpoint("tx.completed")
             except BaseException:
-                if not conn.closed:
+                with suppress(psycopg.Error):  # a broken connection has rolled back already
                     await conn.execute("ROLLBACK")
                 raise
             await self._commit(conn, ctx)
@@ -158,7 +158,7 @@ class WorkerHost:
                 await asyncio.shield(commit)
             except asyncio.CancelledError as error:
                 cancelled = error  # first the truth, then the cancellation
-            except psycopg.Error:
+            except Exception:
                 break
         if (broken := commit.exception()) is not None:
             if not is_outage(broken):
@@ -195,7 +195,7 @@ class WorkerHost:
                 transactions.complete_sync(conn, ctx)
                 failpoint("tx.completed")
             except BaseException:
-                if not conn.closed:
+                with suppress(psycopg.Error):
                     conn.execute("ROLLBACK")
                 raise
             try:
