@@ -28,8 +28,8 @@ fmt: $(STAMP)  ## format the code and fix what can be fixed
 schema: $(STAMP)  ## write migrations/schema.sql again, after a new migration
 	@$(BIN)/python -m pgqueue.migrations.dump
 
-bench: $(STAMP)  ## measure the queue
-	@$(BIN)/pgqueue bench
+bench: $(STAMP)  ## measure the queue, for a few minutes
+	@$(BIN)/python -m tests.bench
 
 clean:  ## remove what these targets made; the data in .pgqueue stay
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,19 @@
+"""The benchmarks run. What they find is not tested: figures belong to machines."""
+
+from pgqueue.embedded import PostgresServer
+from tests.bench import floors, inserters, statements
+
+
+def test_floors(server: PostgresServer) -> None:
+    figures = floors.run(server, jobs=400, part=200, batch=100)
+    assert [len(rates) for rates in figures.values()] == [2, 2, 2]
+
+
+def test_inserters(server: PostgresServer) -> None:
+    figures = inserters.run(server, clients=2, seconds=1, rounds=1)
+    assert all(rates[0] > 0 for rates in figures.values())
+
+
+def test_statements(server: PostgresServer) -> None:
+    figures = statements.run(server, jobs=1000, singles=10, rounds=1)
+    assert len(figures) == 11
