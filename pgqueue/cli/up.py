@@ -71,7 +71,9 @@ def _start_servers(settings: Settings, directory: Path, stack: ExitStack) -> tup
 
     logging.getLogger("pgqueue.embedded").setLevel(logging.ERROR)  # the banner says what it warns of
     click.echo(f"starting PostgreSQL in {directory}", err=True)
-    servers = stack.enter_context(embedded_servers(directory, with_valkey=settings.redis_url is None))
+    servers = stack.enter_context(
+        embedded_servers(directory, bin_dir=settings.pg_bin, with_valkey=settings.redis_url is None)
+    )
     environ = {"DATABASE_URL": servers.postgres.dsn}
     banner = [f"  PostgreSQL  127.0.0.1:{servers.postgres.port}, data in {servers.postgres.data_dir}"]
     if servers.valkey:

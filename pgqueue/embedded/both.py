@@ -20,10 +20,12 @@ class EmbeddedServers:
 
 
 @contextmanager
-def embedded_servers(directory: Path, *, fast: bool = False, with_valkey: bool = True) -> Iterator[EmbeddedServers]:
+def embedded_servers(
+    directory: Path, *, bin_dir: Path | None = None, fast: bool = False, with_valkey: bool = True
+) -> Iterator[EmbeddedServers]:
     """Both servers of this directory, stopped at the end even when they were found running."""
     with ExitStack() as stack:
-        postgres = start_postgres(directory, fast=fast)
+        postgres = start_postgres(directory, bin_dir=bin_dir, fast=fast)
         stack.callback(postgres.stop)
         valkey = None
         if with_valkey:
