@@ -32,9 +32,10 @@ async def add_jobs(conn: Connection, jobs: Sequence[NewJob]) -> list[Added]:
     """All of them or none; the answers are in the order of the jobs."""
     if not jobs:
         return []
-    if any(job.idempotency_key is not None for job in jobs):
+    if keys := [job.idempotency_key for job in jobs if job.idempotency_key is not None]:
         # A key may be known already, so each of these needs an answer of its own.
         async with conn.transaction():
+            await conn.execute(SQL.lock_keys, {"keys": keys}, prepare=False)
             return [await add_job(conn, job) for job in jobs]
     with translated():
         cursor = await conn.execute(SQL.add_jobs, columns(jobs), prepare=False)
