@@ -24,7 +24,7 @@ from pgqueue import claim, finish, migrate
 from pgqueue.db import Connection, connect
 from pgqueue.embedded import PostgresServer, start_postgres
 
-SETTINGS = {"shared_buffers": "256MB", "max_wal_size": "4GB"}
+SETTINGS = {"shared_buffers": "256MB", "max_wal_size": "4GB", "shared_preload_libraries": "pg_stat_statements"}
 SHOWN = ("shared_buffers", "max_wal_size", "fsync", "synchronous_commit", "full_page_writes", "wal_sync_method")
 TEMPLATE = "bench_template"
 

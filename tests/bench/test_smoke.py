@@ -1,7 +1,11 @@
 """The benchmarks run. What they find is not tested: figures belong to machines."""
 
+import pytest
+
 from pgqueue.embedded import PostgresServer
-from tests.bench import floors, inserters, statements
+from tests.bench import floors, inserters, statements, worker
+
+pytestmark = pytest.mark.parametrize("server", ["pg18"], indirect=True)
 
 
 def test_floors(server: PostgresServer) -> None:
@@ -17,3 +21,9 @@ def test_inserters(server: PostgresServer) -> None:
 def test_statements(server: PostgresServer) -> None:
     figures = statements.run(server, jobs=1000, singles=10, rounds=1)
     assert len(figures) == 11
+
+
+def test_worker(server: PostgresServer) -> None:
+    figures = worker.run(server, jobs=500, rounds=1, samples=20, seconds=0.5, memory=400)
+    assert [len(rates) for rates in figures["jobs_per_second"].values()] == [1, 1, 1]
+    assert all(size > 0 for size in figures["memory_mb"])

@@ -1,109 +1,104 @@
-"""The whole worker: drain beside a bare SQL loop, latency, scheduled lateness, cost of idling, memory.
+"""The whole worker: drain beside a bare SQL loop, latency, scheduled lateness, the cost of idling, memory.
 
-python -m tests.bench.worker [--jobs 100000] [--rounds 3] [--memory 1000000]
+python -m tests.bench.worker
 """
 
-import argparse
+from __future__ import annotations
+
 import asyncio
-import json
 import os
 import random
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import psycopg
 
-from pgqueue import claim, finish, migrate
-from pgqueue.claim import Claimant, Lanes
+from pgqueue import claim, finish
 from pgqueue.db import connect
-from pgqueue.embedded import start_postgres
+from pgqueue.embedded import PostgresServer
+from tests.bench.common import (
+    Drain,
+    alternate,
+    benchmark_server,
+    completed,
+    database,
+    print_json,
+    print_table,
+    spread,
+)
 
-BATCH = 500
+EMPTY = "SELECT NOT EXISTS (SELECT FROM pgqueue.jobs_live)"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--jobs", type=int, default=100_000)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--samples", type=int, default=500)
-    parser.add_argument("--seconds", type=float, default=10)
-    parser.add_argument("--memory", type=int, default=0)
-    arguments = parser.parse_args()
-    with database() as dsn:
-        figures = drains(dsn, arguments.jobs, arguments.rounds)
+def run(
+    server: PostgresServer,
+    *,
+    jobs: int = 100_000,
+    rounds: int = 3,
+    samples: int = 500,
+    seconds: float = 10,
+    memory: int = 1_000_000,
+) -> dict[str, Any]:
+    with database(server) as dsn:
+        figures: dict[str, Any] = {"jobs_per_second": drains(dsn, jobs, rounds)}
         with worker(dsn) as process:
-            figures |= latency(dsn, arguments.samples, pause=0.02, name="idle")
-            figures |= latency(dsn, arguments.samples * 4, pause=0.001, name="at about 1,000/s")
-            figures |= lateness(dsn, arguments.samples)
-            figures |= idling(dsn, process, arguments.seconds)
-        if arguments.memory:
-            figures |= memory(dsn, arguments.memory)
-    print(json.dumps({"bench": "worker", **figures}))
+            times = {
+                "commit to handler, idle worker": latency(dsn, samples, pause=0.02),
+                "commit to handler, about 700/s": latency(dsn, samples * 4, pause=0.001),
+                "scheduled jobs, late by": lateness(dsn, samples),
+            }
+            figures |= {name: percentiles(values) for name, values in times.items()}
+            figures |= idling(dsn, process, seconds)
+        figures["memory_mb"] = sizes(dsn, memory)
+    head = ["milliseconds", "p50", "p95", "p99", "max"]
+    print_table("latency", head, [[name, *(f"{figures[name][key]:.1f}" for key in head[1:])] for name in times])
+    idle = f"{figures['idle_statements_per_second']:.1f} statements/s, {figures['idle_cpu']:.2%} of a core"
+    print(
+        f"\nidle worker: {idle}\nmemory over {memory:,} jobs: {' → '.join(f'{x:.0f}' for x in figures['memory_mb'])} MB"
+    )
+    print_json("worker", figures)
+    return figures
 
 
 @contextmanager
-def database() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="pgqueue-bench-") as directory:
-        Path(directory).chmod(0o711)
-        settings = {"shared_buffers": "512MB", "max_wal_size": "4GB", "checkpoint_timeout": "30min"}
-        server = start_postgres(Path(directory), settings=settings)
-        try:
-            migrate.up(server.dsn)
-            with psycopg.connect(server.dsn) as conn:
-                shown = conn.execute(
-                    "SELECT current_setting('server_version') || ', fsync ' || current_setting('fsync')"
-                    " || ', synchronous_commit ' || current_setting('synchronous_commit')"
-                ).fetchone()
-            cpus = os.cpu_count()
-            print(f"PostgreSQL {shown[0] if shown else '?'}; {cpus} cores; Python {sys.version.split()[0]}\n")
-            yield server.dsn
-        finally:
-            server.stop()
-
-
-@contextmanager
-def worker(dsn: str, processes: int = 1) -> Iterator["subprocess.Popen[bytes]"]:
+def worker(dsn: str, processes: int = 1) -> Iterator[subprocess.Popen[bytes]]:
+    """A worker that has gone to sleep."""
     command = [sys.executable, "-m", "pgqueue", "worker", "--app", "tests.bench.handlers", "--log-level", "warning"]
     process = subprocess.Popen([*command, "--processes", str(processes)], env=os.environ | {"DATABASE_URL": dsn})
     try:
         with psycopg.connect(dsn, autocommit=True) as conn:
-            listening = "SELECT count(*) = %s FROM pgqueue.workers WHERE listening AND idle_since IS NOT NULL"
-            wait_for(lambda: one(conn, listening, processes))
+            asleep = "SELECT count(*) = %s FROM pgqueue.workers WHERE listening AND idle_since IS NOT NULL"
+            wait_for(lambda: one(conn, asleep, processes))
         yield process
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
 
 
-def drains(dsn: str, jobs: int, rounds: int) -> dict[str, Any]:
-    """Every way of draining, in turns, so that a slow minute of the machine hits all of them."""
-    ways: dict[str, Callable[[], float]] = {
-        "bare SQL loop": lambda: bare(dsn, jobs),
-        "one process": lambda: drained(dsn, jobs, 1),
-        "two processes": lambda: drained(dsn, jobs, 2),
-    }
-    rates: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, way in ways.items():
-            rates[name].append(jobs / way())
+def drains(dsn: str, jobs: int, rounds: int) -> dict[str, list[float]]:
+    rates = alternate(
+        rounds,
+        {
+            "bare SQL loop": lambda: jobs / bare(dsn, jobs),
+            "one process": lambda: jobs / drained(dsn, jobs, 1),
+            "two processes": lambda: jobs / drained(dsn, jobs, 2),
+        },
+    )
     floor = statistics.median(rates["bare SQL loop"])
-    print(f"{jobs:,} no-op jobs, after ANALYZE    jobs/s (median of {rounds})   spread          of the bare loop")
-    for name, measured in rates.items():
-        rate = statistics.median(measured)
-        print(f"  {name:<30} {rate:>12,.0f}          {min(measured):>8,.0f}–{max(measured):<8,.0f} {rate / floor:.2f}")
-    return {"jobs_per_second": rates}
+    rows = [[name, spread(all), f"{statistics.median(all) / floor:.2f}"] for name, all in rates.items()]
+    print_table(f"{jobs:,} no-op jobs, analysed", ["drained by", "jobs/s", "of the bare loop"], rows)
+    return rates
 
 
 def fill(dsn: str, jobs: int) -> None:
+    """They wait in a paused queue, so that the workers can be up before the clock starts."""
     with psycopg.connect(dsn, autocommit=True) as conn:
         conn.execute("TRUNCATE pgqueue.jobs_live, pgqueue.jobs_finished")
         conn.execute("SELECT pgqueue.pause_queue('default')")
@@ -117,7 +112,7 @@ def drained(dsn: str, jobs: int, processes: int) -> float:
     with worker(dsn, processes), psycopg.connect(dsn, autocommit=True) as conn:
         started = time.monotonic()
         conn.execute("SELECT pgqueue.resume_queue('default')")
-        wait_for(lambda: not one(conn, "SELECT EXISTS (SELECT FROM pgqueue.jobs_live)"), every=0.05)
+        wait_for(lambda: one(conn, EMPTY), every=0.05)
         seconds = time.monotonic() - started
         assert one(conn, "SELECT count(*) FROM pgqueue.jobs_finished") == jobs
     return seconds
@@ -128,97 +123,93 @@ def bare(dsn: str, jobs: int) -> float:
     fill(dsn, jobs)
     with psycopg.connect(dsn, autocommit=True) as conn:
         conn.execute("SELECT pgqueue.resume_queue('default')")
-    return asyncio.run(bare_loop(dsn, jobs))
+    return asyncio.run(_bare(dsn, jobs))
 
 
-async def bare_loop(dsn: str, jobs: int) -> float:
-    claims: asyncio.Queue[claim.Claim | None] = asyncio.Queue(maxsize=2)
-    first, second = await connect(dsn), await connect(dsn)
+async def _bare(dsn: str, jobs: int) -> float:
+    claims: asyncio.Queue[claim.Claim] = asyncio.Queue(maxsize=2)
+    drain = Drain(dsn)
+    await drain.open()
+    second = await connect(dsn)
 
     async def claiming() -> None:
-        who, lanes = Claimant(uuid4(), types=["noop"]), Lanes()
-        while taken := await claim.claim_next(first, who, lanes, BATCH, quick=True):
-            for each in taken:
-                await claims.put(each)
-        await claims.put(None)
+        while (taken := await drain.claim()).jobs:
+            await claims.put(taken)
+        await claims.put(taken)
 
     async def finishing() -> None:
-        while (taken := await claims.get()) is not None:
-            now = time.monotonic()
-            done = [finish.Completed(job.id, taken.lease_token, now, now, 1, None) for job in taken.jobs]
-            assert len(await finish.complete(second, done)) == len(done)
+        while (taken := await claims.get()).jobs:
+            assert len(await finish.complete(second, completed(taken))) == len(taken.jobs)
 
     started = time.monotonic()
     await asyncio.gather(claiming(), finishing())
     seconds = time.monotonic() - started
-    await first.close()
+    await drain.close()
     await second.close()
     return seconds
 
 
-def latency(dsn: str, samples: int, *, pause: float, name: str) -> dict[str, Any]:
-    """From the return of COMMIT to the first line of the handler."""
+def latency(dsn: str, samples: int, *, pause: float) -> list[float]:
+    """From the return of COMMIT to the first line of the handler, in seconds."""
     committed: dict[int, float] = {}
     with psycopg.connect(dsn, autocommit=True) as conn:
         for _ in range(samples):
             id = one(conn, "INSERT INTO pgqueue.jobs (type) VALUES ('stamp') RETURNING id")
             committed[id] = time.time()
             time.sleep(pause * random.uniform(0.5, 1.5))
-        wait_for(lambda: not one(conn, "SELECT EXISTS (SELECT FROM pgqueue.jobs_live)"))
+        wait_for(lambda: one(conn, EMPTY))
         rows = conn.execute("SELECT id, result::float8 FROM pgqueue.jobs_finished WHERE type = 'stamp'").fetchall()
-    return percentiles(f"commit to start, {name}", [(at - committed[id]) * 1000 for id, at in rows if id in committed])
+    return [at - committed[id] for id, at in rows if id in committed]
 
 
-def lateness(dsn: str, samples: int) -> dict[str, Any]:
+def lateness(dsn: str, samples: int) -> list[float]:
     with psycopg.connect(dsn, autocommit=True) as conn:
         conn.execute("TRUNCATE pgqueue.jobs_finished")
         conn.execute(
             "INSERT INTO pgqueue.jobs (type, run_at)"
-            " SELECT 'stamp', now() + random() * interval '5 s' FROM generate_series(1, %s)",
+            " SELECT 'stamp', now() + interval '0.1 s' + random() * interval '5 s' FROM generate_series(1, %s)",
             [samples],
         )
-        wait_for(lambda: not one(conn, "SELECT EXISTS (SELECT FROM pgqueue.jobs_live)"))
-        rows = conn.execute(
-            "SELECT result::float8 - extract(epoch FROM run_at)::float8 FROM pgqueue.jobs_finished"
-            " WHERE run_at > created_at + interval '0.1 s'"
-        ).fetchall()
-    return percentiles("scheduled jobs start late by", [late * 1000 for (late,) in rows])
+        wait_for(lambda: one(conn, EMPTY))
+        late = "SELECT result::float8 - extract(epoch FROM run_at)::float8 FROM pgqueue.jobs_finished"
+        return [seconds for (seconds,) in conn.execute(late).fetchall()]
 
 
-def idling(dsn: str, process: "subprocess.Popen[bytes]", seconds: float) -> dict[str, Any]:
-    """Each statement of the worker is a transaction of its own."""
-    query = "SELECT xact_commit + xact_rollback FROM pg_stat_database WHERE datname = current_database()"
+def idling(dsn: str, process: subprocess.Popen[bytes], seconds: float) -> dict[str, float]:
+    calls = "SELECT coalesce(sum(calls), 0)::float8 FROM pg_stat_statements"
     with psycopg.connect(dsn, autocommit=True) as conn:
-        time.sleep(2)
-        before, cpu = one(conn, query), cpu_seconds(process.pid)
+        conn.execute("CREATE EXTENSION IF NOT EXISTS pg_stat_statements")
+        time.sleep(min(2, seconds))
+        try:
+            before = one(conn, calls)
+        except psycopg.errors.ObjectNotInPrerequisiteState:
+            return {"idle_statements_per_second": float("nan"), "idle_cpu": float("nan")}  # it was not preloaded
+        cpu = cpu_seconds(process.pid)
         time.sleep(seconds)
-        statements = (one(conn, query) - before) / seconds
-        share = (cpu_seconds(process.pid) - cpu) / seconds
-    resident = resident_mb(process.pid)
-    print(f"\nidle worker: {statements:.1f} statements/s, {share:.2%} of a core, {resident:.0f} MB")
-    return {"idle_statements_per_second": statements, "idle_cpu": share, "resident_mb": resident}
+        # The first count is one of the calls itself.
+        statements = (one(conn, calls) - before - 1) / seconds
+    return {"idle_statements_per_second": statements, "idle_cpu": (cpu_seconds(process.pid) - cpu) / seconds}
 
 
-def memory(dsn: str, jobs: int) -> dict[str, Any]:
-    sizes = []
+def sizes(dsn: str, jobs: int) -> list[float]:
+    """The worker's memory: at first, and after each quarter of the jobs."""
     with worker(dsn) as process, psycopg.connect(dsn, autocommit=True) as conn:
-        sizes.append(resident_mb(process.pid))
+        figures = [resident_mb(process.pid)]
         for _ in range(4):
             conn.execute("INSERT INTO pgqueue.jobs (type) SELECT 'noop' FROM generate_series(1, %s)", [jobs // 4])
-            wait_for(lambda: not one(conn, "SELECT EXISTS (SELECT FROM pgqueue.jobs_live)"), every=0.2)
-            sizes.append(resident_mb(process.pid))
-    print(f"memory over {jobs:,} jobs: {' → '.join(f'{size:.0f}' for size in sizes)} MB")
-    return {"memory_mb": sizes}
+            wait_for(lambda: one(conn, EMPTY), every=0.2)
+            figures.append(resident_mb(process.pid))
+    return figures
 
 
-def percentiles(name: str, milliseconds: list[float]) -> dict[str, Any]:
-    cuts = statistics.quantiles(milliseconds, n=100)
-    figures = {"p50": cuts[49], "p95": cuts[94], "p99": cuts[98], "max": max(milliseconds)}
-    print(f"\n{name}: " + ", ".join(f"{key} {value:.1f} ms" for key, value in figures.items()))
-    return {name: figures}
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(seconds, n=100)
+    return {
+        key: value * 1000 for key, value in zip(("p50", "p95", "p99"), (cuts[49], cuts[94], cuts[98]), strict=True)
+    } | {"max": max(seconds) * 1000}
 
 
-def one(conn: "psycopg.Connection[Any]", query: str, *parameters: Any) -> Any:
+def one(conn: psycopg.Connection[Any], query: str, *parameters: Any) -> Any:
     row = conn.execute(query.encode(), parameters or None).fetchone()
     return row[0] if row else None
 
@@ -241,4 +232,5 @@ def resident_mb(pid: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    with benchmark_server() as bench:
+        run(bench)
