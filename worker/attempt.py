@@ -48,7 +48,7 @@ class Attempt:
     """A job that runs now. `stop` makes its handler end: at once if it is async, at its next ctx.check() if it is in a
     thread, and by force, after a moment of grace, if it is in a process."""
 
-    __slots__ = ("_stopped", "ctx", "job", "on_stop", "task")
+    __slots__ = ("_cancelled", "_stopped", "ctx", "job", "on_stop", "task")
 
     def __init__(self, job: Claimed, ctx: Context, task: asyncio.Task[Any]) -> None:
         self.job = job
@@ -57,6 +57,7 @@ class Attempt:
         self.on_stop: Callable[[Stop], None] | None = None
         """How a thread or a process is told; None: the handler is a coroutine, and its task is cancelled."""
         self._stopped = False
+        self._cancelled = False
 
     def stop(self, why: Stop) -> None:
         if self._stopped:
@@ -66,7 +67,14 @@ class Attempt:
         if self.on_stop is not None:
             self.on_stop(why)
         else:
+            self._cancelled = True
             self.task.cancel()
+
+    def take_back(self) -> None:
+        """The cancellation was meant for the handler, not for the task that runs one job after the other."""
+        if self._cancelled:
+            self._cancelled = False
+            self.task.uncancel()
 
 
 async def run(
@@ -111,6 +119,7 @@ async def run(
     try:
         return await outcome_of(handler, middlewares, executors, attempt, arguments), ctx._effect
     finally:
+        attempt.take_back()
         # After a lost lease this worker may have claimed the same job again.
         if running.get(job.id) is attempt:
             del running[job.id]
@@ -133,12 +142,16 @@ async def outcome_of(
             return Snoozed(ctx.id, ctx.lease_token, result.seconds())
         text = handler.encode_result(result)
         return Completed(ctx.id, ctx.lease_token, ctx.started, time.monotonic(), ctx.threads, text)
-    except asyncio.CancelledError:
-        if ctx._stop is None:
+    except asyncio.CancelledError as error:
+        attempt.take_back()
+        if attempt.task.cancelling():
             raise
-        # The cancellation was meant for the handler, not for the task that runs one job after the other.
-        attempt.task.uncancel()
-        return stopped(ctx, ctx._stop)
+        if ctx._stop is not None:
+            return stopped(ctx, ctx._stop)
+        if ctx._written:
+            return written(ctx)
+        # Nobody cancelled it: it waited for something of its own that was.
+        return failed(job, ctx.lease_token, ctx.threads, ctx.started, error, handler.retry)
     except (JobCancelled, JobAbandoned) as why:
         return stopped(ctx, why)
     except LeaseLost:
