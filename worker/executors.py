@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pgqueue.app import JobType
@@ -40,7 +41,7 @@ class Executors:
         if handler.executor == "thread":
             attempt.on_stop = lambda why: None  # ctx.check() sees it
             call = (lambda: fn(ctx, **arguments)) if handler.takes_context else (lambda: fn(**arguments))
-            return lambda: loop.run_in_executor(self.threads, call)
+            return lambda: loop.run_in_executor(self.threads, as_in_coroutine, call)
         return lambda: self._in_child(handler, attempt, arguments)
 
     async def _in_child(self, handler: JobType[..., Any], attempt: Attempt, arguments: dict[str, Any]) -> Any:
@@ -58,9 +59,8 @@ class Executors:
             loop.call_soon_threadsafe(start_timer)
 
         try:
-            return await loop.run_in_executor(
-                self.threads, child.run, handler, attempt.ctx, arguments, self.host, started
-            )
+            call = partial(child.run, handler, attempt.ctx, arguments, self.host, started)
+            return await loop.run_in_executor(self.threads, as_in_coroutine, call)
         finally:
             for timer in timers:
                 timer.cancel()
@@ -69,3 +69,11 @@ class Executors:
     def close(self) -> None:
         self.children.close()
         self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+def as_in_coroutine(call: Callable[[], Any]) -> Any:
+    """A future cannot carry these two: one would never be done, the other would close who waits for it."""
+    try:
+        return call()
+    except (StopIteration, GeneratorExit) as error:
+        raise RuntimeError(f"the handler raised {type(error).__name__}") from error
