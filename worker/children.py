@@ -72,10 +72,8 @@ class Child:
             self._send(("run", handler, about, arguments))
             while True:
                 kind, value = self.pipe.recv()
-                if kind == "returned":
-                    return value
-                if kind == "raised":
-                    raise value
+                if kind in ("returned", "raised"):
+                    break
                 if kind == "started":
                     started()
                     continue
@@ -85,6 +83,9 @@ class Child:
             if self._killed_for is not None:
                 raise self._killed_for from None
             raise ChildDied(f"the process that ran the job ended with {ending(self.process.exitcode)}") from error
+        if kind == "raised":
+            raise value
+        return value
 
     def _serve(self, host: Any, ctx: Context, kind: str, value: Any) -> None:
         if kind == "progress":
