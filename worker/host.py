@@ -91,7 +91,9 @@ class WorkerHost:
         try:
             async with self.connection() as conn:
                 for id, (token, progress) in reported.items():
-                    await finish.progress(conn, Lease(id, token), json.dumps(progress))
+                    with suppress(BadResult):  # one that cannot be stored must not cost the others theirs
+                        if (text := result_text(progress)) is not None:
+                            await finish.progress(conn, Lease(id, token), text)
         except Exception:
             # Progress is a courtesy: an outage loses it, not the job.
             return
