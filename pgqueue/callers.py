@@ -15,7 +15,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from pgqueue.enqueue import Added, array_of_texts, columns
+from pgqueue.db import array_of_texts
+from pgqueue.enqueue import Added, columns
 from pgqueue.job import NewJob
 from pgqueue.sql import SQL
 

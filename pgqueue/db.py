@@ -106,3 +106,12 @@ async def acting_as(conn: Connection, actor: str | None) -> AsyncIterator[None]:
 def array(values: Iterable[Any]) -> str:
     """An array of numbers or UUIDs as PostgreSQL reads it, several times faster than the driver writes a list."""
     return "{" + ",".join(map(str, values)) + "}"
+
+
+def array_of_texts(texts: Iterable[str | None]) -> str:
+    """The same for texts. With JSON, which is full of quotes, the driver needs twenty times as long."""
+    return "{" + ",".join([_quoted(text) if text is not None else "NULL" for text in texts]) + "}"
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from pgqueue.db import Connection, translated
+from pgqueue.db import Connection, array_of_texts, translated
 from pgqueue.failpoints import failpoint
 from pgqueue.job import NewJob
 from pgqueue.sql import SQL
@@ -44,9 +44,9 @@ async def add_jobs(conn: Connection, jobs: Sequence[NewJob]) -> list[Added]:
 
 def columns(jobs: Sequence[NewJob]) -> dict[str, Any]:
     return {
-        "types": [job.type for job in jobs],
-        "payloads": [job.payload for job in jobs],
-        "queues": [job.queue for job in jobs],
+        "types": array_of_texts(job.type for job in jobs),
+        "payloads": array_of_texts(job.payload for job in jobs),
+        "queues": array_of_texts(job.queue for job in jobs),
         "priorities": [job.priority for job in jobs],
         "delays": [job.delay for job in jobs],
         "run_ats": [job.run_at for job in jobs],
@@ -54,10 +54,6 @@ def columns(jobs: Sequence[NewJob]) -> dict[str, Any]:
         "max_attempts": [job.max_attempts for job in jobs],
         "timeouts": [job.timeout for job in jobs],
         # An array of arrays would have to be rectangular: each job's tags travel as the text of one array.
-        "tags": [array_of_texts(job.tags) for job in jobs],
+        "tags": array_of_texts(array_of_texts(job.tags) for job in jobs) if any(job.tags for job in jobs) else None,
         "names": [job.name for job in jobs],
     }
-
-
-def array_of_texts(texts: Sequence[str]) -> str:
-    return "{" + ",".join('"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"' for text in texts) + "}"

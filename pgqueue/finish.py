@@ -17,7 +17,7 @@ from typing import Any, LiteralString, NamedTuple, TypeVar
 from psycopg import errors as pg
 from psycopg.pq import TransactionStatus
 
-from pgqueue.db import Connection, array, retrying
+from pgqueue.db import Connection, array, array_of_texts, retrying
 from pgqueue.job import Lease
 from pgqueue.sql import SQL
 
@@ -79,7 +79,7 @@ L = TypeVar("L", bound=Lease)
 
 async def complete(conn: Connection, jobs: Sequence[Completed]) -> set[int]:
     async def send(batch: Sequence[Completed]) -> set[int]:
-        results = None if all(job.result is None for job in batch) else [job.result for job in batch]
+        results = None if all(job.result is None for job in batch) else array_of_texts(job.result for job in batch)
         return await ids(conn, SQL.complete, {**ages(batch), "results": results})
 
     async def mend(job: Completed, error: Exception) -> set[int]:
