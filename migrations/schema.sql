@@ -9,6 +9,32 @@ CREATE TYPE pgqueue.status AS ENUM (
     'cancelled'
 );
 
+CREATE FUNCTION pgqueue.act_on_jobs(ids bigint[], action text, reason text DEFAULT NULL::text) RETURNS TABLE(id bigint, status text, problem text)
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$
+#variable_conflict use_variable
+BEGIN
+    -- In the order of their ids, so that two of these do not wait for each other.
+    FOR id IN SELECT DISTINCT i FROM unnest(ids) i ORDER BY 1 LOOP
+        BEGIN
+            problem := NULL;
+            CASE action
+                WHEN 'retry' THEN status := pgqueue.retry_job(id, reason);
+                WHEN 'cancel' THEN status := pgqueue.cancel_job(id, reason);
+                WHEN 'delete' THEN
+                    PERFORM pgqueue.delete_job(id, reason);
+                    status := 'deleted';
+            END CASE;
+        EXCEPTION
+            WHEN SQLSTATE 'PQ003' OR SQLSTATE 'PQ004' OR unique_violation OR check_violation THEN
+                status := NULL;
+                problem := SQLERRM;
+        END;
+        RETURN NEXT;
+    END LOOP;
+END $$;
+
 CREATE FUNCTION pgqueue.add_job(type text, payload jsonb DEFAULT '{}'::jsonb, queue text DEFAULT 'default'::text, priority integer DEFAULT 0, delay interval DEFAULT NULL::interval, run_at timestamp with time zone DEFAULT NULL::timestamp with time zone, thread_demand integer DEFAULT 1, max_attempts integer DEFAULT 5, timeout interval DEFAULT NULL::interval, idempotency_key text DEFAULT NULL::text, key_ttl interval DEFAULT '24:00:00'::interval, tags text[] DEFAULT '{}'::text[], name text DEFAULT NULL::text) RETURNS TABLE(id bigint, inserted boolean)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
@@ -67,6 +93,18 @@ BEGIN
         RAISE EXCEPTION 'the lease on job % is lost', assert_lease.job_id USING ERRCODE = 'PQ001',
             HINT = 'Another worker may have the job: roll back and do nothing more for it.';
     END IF;
+END $$;
+
+CREATE FUNCTION pgqueue.audit_access(action text, detail jsonb, reason text DEFAULT NULL::text) RETURNS void
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$
+BEGIN
+    IF action NOT IN ('create_token', 'add_user') THEN
+        RAISE EXCEPTION 'pgqueue.audit_access: action must be create_token or add_user'
+            USING ERRCODE = 'check_violation', COLUMN = 'action';
+    END IF;
+    PERFORM pgqueue.write_audit(action, NULL, NULL, audit_access.reason, audit_access.detail);
 END $$;
 
 CREATE FUNCTION pgqueue.backlog(queue text) RETURNS bigint
@@ -285,6 +323,36 @@ BEGIN
     RETURNING f.id;
 END $$;
 
+CREATE FUNCTION pgqueue.delete_job(job_id bigint, reason text DEFAULT NULL::text) RETURNS void
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$
+DECLARE
+    job pgqueue.jobs;
+BEGIN
+    DELETE FROM pgqueue.jobs j WHERE j.id = delete_job.job_id AND j.status IN ('completed', 'failed', 'cancelled')
+    RETURNING * INTO job;
+    IF NOT FOUND THEN
+        PERFORM pgqueue.refuse_status(delete_job.job_id, 'deleted', 'completed, failed or cancelled');
+    END IF;
+    DELETE FROM pgqueue.attempts a WHERE a.job_id = job.id;
+    DELETE FROM pgqueue.steps s WHERE s.job_id = job.id;
+    PERFORM pgqueue.write_audit('delete', job.id, job.queue, delete_job.reason,
+        jsonb_build_object('type', job.type, 'was', job.status));
+END $$;
+
+CREATE FUNCTION pgqueue.drain_worker(worker_id uuid, reason text DEFAULT NULL::text) RETURNS void
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$
+BEGIN
+    UPDATE pgqueue.workers w SET draining = true WHERE w.id = drain_worker.worker_id AND w.stopped_at IS NULL;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'worker % does not run', drain_worker.worker_id USING ERRCODE = 'PQ004';
+    END IF;
+    PERFORM pgqueue.write_audit('drain', NULL, NULL, drain_worker.reason, jsonb_build_object('worker', drain_worker.worker_id));
+END $$;
+
 CREATE FUNCTION pgqueue.drop_partitions(keep interval) RETURNS integer
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
@@ -430,6 +498,17 @@ BEGIN
     PERFORM pgqueue.write_audit('pause', NULL, pause_queue.queue, pause_queue.reason);
 END $_$;
 
+CREATE FUNCTION pgqueue.prune_access() RETURNS void
+    LANGUAGE sql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$
+    DELETE FROM pgqueue.refresh_tokens t WHERE t.expires_at <= statement_timestamp();
+    DELETE FROM pgqueue.revoked_tokens t WHERE t.expires_at <= statement_timestamp();
+    DELETE FROM pgqueue.http_answers a WHERE (a.subject, a.route, a.key) IN (
+        SELECT e.subject, e.route, e.key FROM pgqueue.http_answers e WHERE e.expires_at <= statement_timestamp()
+        ORDER BY e.expires_at LIMIT 10000 FOR UPDATE SKIP LOCKED)
+$$;
+
 CREATE FUNCTION pgqueue.refuse(rule text[]) RETURNS void
     LANGUAGE plpgsql
     SET search_path TO 'pg_catalog', 'pg_temp'
@@ -535,6 +614,16 @@ BEGIN
     PERFORM pgqueue.wake(ARRAY[job.queue], ARRAY[job.type], ARRAY[job.thread_demand]);
     PERFORM pgqueue.write_audit('retry', job.id, job.queue, retry_job.reason, jsonb_build_object('was', was));
     RETURN 'pending';
+END $$;
+
+CREATE FUNCTION pgqueue.revoke_token(jti text, expires_at timestamp with time zone, reason text DEFAULT NULL::text) RETURNS void
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$
+BEGIN
+    INSERT INTO pgqueue.revoked_tokens (jti, expires_at) VALUES (revoke_token.jti, revoke_token.expires_at)
+    ON CONFLICT ON CONSTRAINT revoked_tokens_pkey DO NOTHING;
+    PERFORM pgqueue.write_audit('revoke_token', NULL, NULL, revoke_token.reason, jsonb_build_object('jti', revoke_token.jti));
 END $$;
 
 CREATE FUNCTION pgqueue.schedule_job() RETURNS trigger
@@ -839,6 +928,17 @@ CREATE VIEW pgqueue.failure_groups AS
    FROM pgqueue.jobs_failed
   GROUP BY type, reason, error_type, (regexp_replace("left"(error, 200), '[0-9]+'::text, 'N'::text, 'g'::text));
 
+CREATE TABLE pgqueue.http_answers (
+    subject text NOT NULL,
+    route text NOT NULL,
+    key text NOT NULL,
+    fingerprint bytea NOT NULL,
+    status integer,
+    body text,
+    location text,
+    expires_at timestamp with time zone NOT NULL
+);
+
 CREATE TABLE pgqueue.idempotency_keys (
     key text NOT NULL,
     fingerprint bytea NOT NULL,
@@ -1042,6 +1142,22 @@ CREATE VIEW pgqueue.queue_stats AS
           GROUP BY jobs.queue) s
      FULL JOIN pgqueue.queues q ON ((q.name = s.queue)));
 
+CREATE TABLE pgqueue.refresh_tokens (
+    hash bytea NOT NULL,
+    family uuid NOT NULL,
+    user_id bigint NOT NULL,
+    created_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    expires_at timestamp with time zone NOT NULL,
+    used_at timestamp with time zone
+);
+
+CREATE TABLE pgqueue.revoked_tokens (
+    jti text NOT NULL,
+    expires_at timestamp with time zone NOT NULL,
+    revoked_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    CONSTRAINT revoked_tokens_jti_check CHECK (((char_length(jti) >= 1) AND (char_length(jti) <= 255)))
+);
+
 CREATE TABLE pgqueue.steps (
     job_id bigint NOT NULL,
     name text NOT NULL,
@@ -1052,6 +1168,38 @@ CREATE TABLE pgqueue.steps (
 CREATE TABLE pgqueue.switches (
     name text NOT NULL,
     enabled boolean NOT NULL
+);
+
+CREATE TABLE pgqueue.types (
+    name text NOT NULL,
+    queue text NOT NULL,
+    schema jsonb NOT NULL,
+    described_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL
+);
+
+COMMENT ON TABLE pgqueue.types IS 'The types that workers have described: the JSON Schema of their payloads.';
+
+CREATE TABLE pgqueue.users (
+    id bigint NOT NULL,
+    name text NOT NULL,
+    password_hash text NOT NULL,
+    scopes text[] NOT NULL,
+    queues text[],
+    created_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
+    CONSTRAINT users_name_check CHECK ((name ~ '^[A-Za-z0-9][A-Za-z0-9._@+-]{0,127}$'::text))
+);
+
+COMMENT ON COLUMN pgqueue.users.password_hash IS 'argon2id.';
+
+COMMENT ON COLUMN pgqueue.users.queues IS 'Patterns of the queues that this user is confined to; NULL is all of them.';
+
+ALTER TABLE pgqueue.users ALTER COLUMN id ADD GENERATED ALWAYS AS IDENTITY (
+    SEQUENCE NAME pgqueue.users_id_seq
+    START WITH 1
+    INCREMENT BY 1
+    NO MINVALUE
+    NO MAXVALUE
+    CACHE 1
 );
 
 CREATE VIEW pgqueue.worker_stats AS
@@ -1101,6 +1249,9 @@ ALTER TABLE ONLY pgqueue.audit
 ALTER TABLE ONLY pgqueue.effects
     ADD CONSTRAINT effects_pkey PRIMARY KEY (key);
 
+ALTER TABLE ONLY pgqueue.http_answers
+    ADD CONSTRAINT http_answers_pkey PRIMARY KEY (subject, route, key);
+
 ALTER TABLE ONLY pgqueue.idempotency_keys
     ADD CONSTRAINT idempotency_keys_pkey PRIMARY KEY (key);
 
@@ -1119,11 +1270,23 @@ ALTER TABLE ONLY pgqueue.jobs_live
 ALTER TABLE ONLY pgqueue.queues
     ADD CONSTRAINT queues_pkey PRIMARY KEY (name);
 
+ALTER TABLE ONLY pgqueue.refresh_tokens
+    ADD CONSTRAINT refresh_tokens_pkey PRIMARY KEY (hash);
+
+ALTER TABLE ONLY pgqueue.revoked_tokens
+    ADD CONSTRAINT revoked_tokens_pkey PRIMARY KEY (jti);
+
 ALTER TABLE ONLY pgqueue.steps
     ADD CONSTRAINT steps_pkey PRIMARY KEY (job_id, name);
 
 ALTER TABLE ONLY pgqueue.switches
     ADD CONSTRAINT switches_pkey PRIMARY KEY (name);
+
+ALTER TABLE ONLY pgqueue.types
+    ADD CONSTRAINT types_pkey PRIMARY KEY (name);
+
+ALTER TABLE ONLY pgqueue.users
+    ADD CONSTRAINT users_pkey PRIMARY KEY (id);
 
 ALTER TABLE ONLY pgqueue.workers
     ADD CONSTRAINT workers_pkey PRIMARY KEY (id);
@@ -1133,6 +1296,8 @@ CREATE INDEX audit_job ON pgqueue.audit USING btree (job_id) WHERE (job_id IS NO
 CREATE INDEX effects_expiry ON pgqueue.effects USING btree (expires_at);
 
 CREATE INDEX effects_job ON pgqueue.effects USING btree (job_id);
+
+CREATE INDEX http_answers_expiry ON pgqueue.http_answers USING btree (expires_at);
 
 CREATE INDEX idempotency_keys_expiry ON pgqueue.idempotency_keys USING btree (expires_at);
 
@@ -1148,7 +1313,17 @@ CREATE INDEX jobs_live_running ON pgqueue.jobs_live USING btree (worker_id) WHER
 
 CREATE INDEX jobs_live_scheduled ON pgqueue.jobs_live USING btree (run_at, id) WHERE (status = 'scheduled'::pgqueue.status);
 
+CREATE INDEX refresh_tokens_expiry ON pgqueue.refresh_tokens USING btree (expires_at);
+
+CREATE INDEX refresh_tokens_family ON pgqueue.refresh_tokens USING btree (family);
+
+CREATE INDEX refresh_tokens_user ON pgqueue.refresh_tokens USING btree (user_id, family);
+
+CREATE INDEX revoked_tokens_expiry ON pgqueue.revoked_tokens USING btree (expires_at);
+
 CREATE INDEX steps_age ON pgqueue.steps USING btree (created_at);
+
+CREATE UNIQUE INDEX users_name ON pgqueue.users USING btree (lower(name));
 
 ALTER INDEX pgqueue.attempts_pkey ATTACH PARTITION pgqueue.attempts_default_pkey;
 
@@ -1164,62 +1339,90 @@ CREATE TRIGGER c_key BEFORE INSERT ON pgqueue.jobs_live FOR EACH ROW WHEN ((new.
 
 CREATE TRIGGER wake AFTER INSERT ON pgqueue.jobs REFERENCING NEW TABLE AS inserted FOR EACH STATEMENT EXECUTE FUNCTION pgqueue.wake_for_inserted();
 
+ALTER TABLE ONLY pgqueue.refresh_tokens
+    ADD CONSTRAINT refresh_tokens_user_id_fkey FOREIGN KEY (user_id) REFERENCES pgqueue.users(id) ON DELETE CASCADE;
+
 GRANT USAGE ON SCHEMA pgqueue TO pgqueue_producer;
 GRANT USAGE ON SCHEMA pgqueue TO pgqueue_worker;
 GRANT USAGE ON SCHEMA pgqueue TO pgqueue_auditor;
 GRANT USAGE ON SCHEMA pgqueue TO pgqueue_operator;
+GRANT USAGE ON SCHEMA pgqueue TO pgqueue_api;
+
+REVOKE ALL ON FUNCTION pgqueue.act_on_jobs(ids bigint[], action text, reason text) FROM PUBLIC;
+GRANT ALL ON FUNCTION pgqueue.act_on_jobs(ids bigint[], action text, reason text) TO pgqueue_api;
+GRANT ALL ON FUNCTION pgqueue.act_on_jobs(ids bigint[], action text, reason text) TO pgqueue_operator;
 
 REVOKE ALL ON FUNCTION pgqueue.add_job(type text, payload jsonb, queue text, priority integer, delay interval, run_at timestamp with time zone, thread_demand integer, max_attempts integer, timeout interval, idempotency_key text, key_ttl interval, tags text[], name text) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.add_job(type text, payload jsonb, queue text, priority integer, delay interval, run_at timestamp with time zone, thread_demand integer, max_attempts integer, timeout interval, idempotency_key text, key_ttl interval, tags text[], name text) TO pgqueue_producer;
 GRANT ALL ON FUNCTION pgqueue.add_job(type text, payload jsonb, queue text, priority integer, delay interval, run_at timestamp with time zone, thread_demand integer, max_attempts integer, timeout interval, idempotency_key text, key_ttl interval, tags text[], name text) TO pgqueue_worker;
+GRANT ALL ON FUNCTION pgqueue.add_job(type text, payload jsonb, queue text, priority integer, delay interval, run_at timestamp with time zone, thread_demand integer, max_attempts integer, timeout interval, idempotency_key text, key_ttl interval, tags text[], name text) TO pgqueue_api;
 
 REVOKE ALL ON FUNCTION pgqueue.assert_lease(job_id bigint, lease_token uuid) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.assert_lease(job_id bigint, lease_token uuid) TO pgqueue_producer;
 GRANT ALL ON FUNCTION pgqueue.assert_lease(job_id bigint, lease_token uuid) TO pgqueue_worker;
 
+REVOKE ALL ON FUNCTION pgqueue.audit_access(action text, detail jsonb, reason text) FROM PUBLIC;
+GRANT ALL ON FUNCTION pgqueue.audit_access(action text, detail jsonb, reason text) TO pgqueue_api;
+
 REVOKE ALL ON FUNCTION pgqueue.backlog(queue text) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.backlog(queue text) TO pgqueue_worker;
 GRANT ALL ON FUNCTION pgqueue.backlog(queue text) TO pgqueue_auditor;
 GRANT ALL ON FUNCTION pgqueue.backlog(queue text) TO pgqueue_operator;
+GRANT ALL ON FUNCTION pgqueue.backlog(queue text) TO pgqueue_api;
 
 GRANT USAGE ON SEQUENCE pgqueue.job_ids TO pgqueue_producer;
 GRANT SELECT,USAGE ON SEQUENCE pgqueue.job_ids TO pgqueue_worker;
+GRANT USAGE ON SEQUENCE pgqueue.job_ids TO pgqueue_api;
 
 GRANT USAGE ON SEQUENCE pgqueue.ready TO pgqueue_producer;
 GRANT SELECT,USAGE ON SEQUENCE pgqueue.ready TO pgqueue_worker;
+GRANT USAGE ON SEQUENCE pgqueue.ready TO pgqueue_api;
 
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.jobs TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.jobs TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.jobs TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.jobs TO pgqueue_api;
 
 GRANT SELECT(id) ON TABLE pgqueue.jobs TO pgqueue_producer;
 
 GRANT INSERT(queue) ON TABLE pgqueue.jobs TO pgqueue_producer;
+GRANT INSERT(queue) ON TABLE pgqueue.jobs TO pgqueue_api;
 
 GRANT INSERT(type) ON TABLE pgqueue.jobs TO pgqueue_producer;
+GRANT INSERT(type) ON TABLE pgqueue.jobs TO pgqueue_api;
 
 GRANT INSERT(name) ON TABLE pgqueue.jobs TO pgqueue_producer;
+GRANT INSERT(name) ON TABLE pgqueue.jobs TO pgqueue_api;
 
 GRANT INSERT(payload) ON TABLE pgqueue.jobs TO pgqueue_producer;
+GRANT INSERT(payload) ON TABLE pgqueue.jobs TO pgqueue_api;
 
 GRANT INSERT(priority) ON TABLE pgqueue.jobs TO pgqueue_producer;
+GRANT INSERT(priority) ON TABLE pgqueue.jobs TO pgqueue_api;
 
 GRANT INSERT(run_at) ON TABLE pgqueue.jobs TO pgqueue_producer;
+GRANT INSERT(run_at) ON TABLE pgqueue.jobs TO pgqueue_api;
 
 GRANT INSERT(thread_demand) ON TABLE pgqueue.jobs TO pgqueue_producer;
+GRANT INSERT(thread_demand) ON TABLE pgqueue.jobs TO pgqueue_api;
 
 GRANT INSERT(timeout) ON TABLE pgqueue.jobs TO pgqueue_producer;
+GRANT INSERT(timeout) ON TABLE pgqueue.jobs TO pgqueue_api;
 
 GRANT INSERT(max_attempts) ON TABLE pgqueue.jobs TO pgqueue_producer;
+GRANT INSERT(max_attempts) ON TABLE pgqueue.jobs TO pgqueue_api;
 
 GRANT INSERT(idempotency_key) ON TABLE pgqueue.jobs TO pgqueue_producer;
+GRANT INSERT(idempotency_key) ON TABLE pgqueue.jobs TO pgqueue_api;
 
 GRANT INSERT(tags) ON TABLE pgqueue.jobs TO pgqueue_producer;
+GRANT INSERT(tags) ON TABLE pgqueue.jobs TO pgqueue_api;
 
 REVOKE ALL ON FUNCTION pgqueue.broken_rule(job pgqueue.jobs) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION pgqueue.cancel_job(job_id bigint, reason text) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.cancel_job(job_id bigint, reason text) TO pgqueue_operator;
+GRANT ALL ON FUNCTION pgqueue.cancel_job(job_id bigint, reason text) TO pgqueue_api;
 
 REVOKE ALL ON FUNCTION pgqueue.claim_jobs(queues text[], priorities integer[], floors bigint[], types text[], threads integer, largest integer, max_jobs integer, worker_id uuid, lease_token uuid) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.claim_jobs(queues text[], priorities integer[], floors bigint[], types text[], threads integer, largest integer, max_jobs integer, worker_id uuid, lease_token uuid) TO pgqueue_worker;
@@ -1227,11 +1430,20 @@ GRANT ALL ON FUNCTION pgqueue.claim_jobs(queues text[], priorities integer[], fl
 REVOKE ALL ON FUNCTION pgqueue.complete_jobs(ids bigint[], tokens uuid[], results jsonb[], threads integer[], started_ago double precision[], ended_ago double precision[]) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.complete_jobs(ids bigint[], tokens uuid[], results jsonb[], threads integer[], started_ago double precision[], ended_ago double precision[]) TO pgqueue_worker;
 
+REVOKE ALL ON FUNCTION pgqueue.delete_job(job_id bigint, reason text) FROM PUBLIC;
+GRANT ALL ON FUNCTION pgqueue.delete_job(job_id bigint, reason text) TO pgqueue_api;
+GRANT ALL ON FUNCTION pgqueue.delete_job(job_id bigint, reason text) TO pgqueue_operator;
+
+REVOKE ALL ON FUNCTION pgqueue.drain_worker(worker_id uuid, reason text) FROM PUBLIC;
+GRANT ALL ON FUNCTION pgqueue.drain_worker(worker_id uuid, reason text) TO pgqueue_api;
+GRANT ALL ON FUNCTION pgqueue.drain_worker(worker_id uuid, reason text) TO pgqueue_operator;
+
 REVOKE ALL ON FUNCTION pgqueue.drop_partitions(keep interval) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.drop_partitions(keep interval) TO pgqueue_worker;
 
 REVOKE ALL ON FUNCTION pgqueue.edit_job(job_id bigint, changes jsonb, reason text) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.edit_job(job_id bigint, changes jsonb, reason text) TO pgqueue_operator;
+GRANT ALL ON FUNCTION pgqueue.edit_job(job_id bigint, changes jsonb, reason text) TO pgqueue_api;
 
 REVOKE ALL ON FUNCTION pgqueue.fingerprint(type text, payload jsonb) FROM PUBLIC;
 
@@ -1242,6 +1454,10 @@ GRANT ALL ON FUNCTION pgqueue.make_partitions(ahead integer) TO pgqueue_worker;
 
 REVOKE ALL ON FUNCTION pgqueue.pause_queue(queue text, reason text) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.pause_queue(queue text, reason text) TO pgqueue_operator;
+GRANT ALL ON FUNCTION pgqueue.pause_queue(queue text, reason text) TO pgqueue_api;
+
+REVOKE ALL ON FUNCTION pgqueue.prune_access() FROM PUBLIC;
+GRANT ALL ON FUNCTION pgqueue.prune_access() TO pgqueue_worker;
 
 REVOKE ALL ON FUNCTION pgqueue.refuse(rule text[]) FROM PUBLIC;
 
@@ -1251,12 +1467,18 @@ REVOKE ALL ON FUNCTION pgqueue.refuse_status(job_id bigint, verb text, allowed t
 
 REVOKE ALL ON FUNCTION pgqueue.resolve_job(job_id bigint, outcome text, reason text, result jsonb) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.resolve_job(job_id bigint, outcome text, reason text, result jsonb) TO pgqueue_operator;
+GRANT ALL ON FUNCTION pgqueue.resolve_job(job_id bigint, outcome text, reason text, result jsonb) TO pgqueue_api;
 
 REVOKE ALL ON FUNCTION pgqueue.resume_queue(queue text, reason text) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.resume_queue(queue text, reason text) TO pgqueue_operator;
+GRANT ALL ON FUNCTION pgqueue.resume_queue(queue text, reason text) TO pgqueue_api;
 
 REVOKE ALL ON FUNCTION pgqueue.retry_job(job_id bigint, reason text) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.retry_job(job_id bigint, reason text) TO pgqueue_operator;
+GRANT ALL ON FUNCTION pgqueue.retry_job(job_id bigint, reason text) TO pgqueue_api;
+
+REVOKE ALL ON FUNCTION pgqueue.revoke_token(jti text, expires_at timestamp with time zone, reason text) FROM PUBLIC;
+GRANT ALL ON FUNCTION pgqueue.revoke_token(jti text, expires_at timestamp with time zone, reason text) TO pgqueue_api;
 
 REVOKE ALL ON FUNCTION pgqueue.schedule_job() FROM PUBLIC;
 
@@ -1271,79 +1493,113 @@ REVOKE ALL ON FUNCTION pgqueue.why(job_id bigint) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.why(job_id bigint) TO pgqueue_worker;
 GRANT ALL ON FUNCTION pgqueue.why(job_id bigint) TO pgqueue_auditor;
 GRANT ALL ON FUNCTION pgqueue.why(job_id bigint) TO pgqueue_operator;
+GRANT ALL ON FUNCTION pgqueue.why(job_id bigint) TO pgqueue_api;
 
 REVOKE ALL ON FUNCTION pgqueue.write_audit(action text, job_id bigint, queue text, reason text, detail jsonb) FROM PUBLIC;
 
 GRANT SELECT ON TABLE pgqueue.alembic_version TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.alembic_version TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.alembic_version TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.alembic_version TO pgqueue_api;
 
 GRANT SELECT,USAGE ON SEQUENCE pgqueue.attempt_ids TO pgqueue_worker;
 
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.attempts TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.attempts TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.attempts TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.attempts TO pgqueue_api;
 
 GRANT SELECT ON TABLE pgqueue.attempts_default TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.attempts_default TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.attempts_default TO pgqueue_api;
 
 GRANT SELECT ON TABLE pgqueue.audit TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.audit TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.audit TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.audit TO pgqueue_api;
 
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.effects TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.effects TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.effects TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.effects TO pgqueue_api;
 
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.jobs_failed TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.jobs_failed TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.jobs_failed TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.jobs_failed TO pgqueue_api;
 
 GRANT SELECT ON TABLE pgqueue.failed_jobs TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.failed_jobs TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.failed_jobs TO pgqueue_api;
 
 GRANT SELECT ON TABLE pgqueue.failure_groups TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.failure_groups TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.failure_groups TO pgqueue_api;
+
+GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.http_answers TO pgqueue_api;
 
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.idempotency_keys TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.idempotency_keys TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.idempotency_keys TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.idempotency_keys TO pgqueue_api;
 
 GRANT SELECT ON TABLE pgqueue.job_metrics TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.job_metrics TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.job_metrics TO pgqueue_api;
 
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.jobs_finished TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.jobs_finished TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.jobs_finished TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.jobs_finished TO pgqueue_api;
 
 GRANT SELECT ON TABLE pgqueue.jobs_finished_default TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.jobs_finished_default TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.jobs_finished_default TO pgqueue_api;
 
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.jobs_live TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.jobs_live TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.jobs_live TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.jobs_live TO pgqueue_api;
 
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.workers TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.workers TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.workers TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.workers TO pgqueue_api;
 
 GRANT SELECT ON TABLE pgqueue.leases TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.leases TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.leases TO pgqueue_api;
 
 GRANT SELECT ON TABLE pgqueue.queues TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.queues TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.queues TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.queues TO pgqueue_api;
 
 GRANT SELECT ON TABLE pgqueue.queue_stats TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.queue_stats TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.queue_stats TO pgqueue_api;
+
+GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.refresh_tokens TO pgqueue_api;
+
+GRANT SELECT ON TABLE pgqueue.revoked_tokens TO pgqueue_api;
 
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.steps TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.steps TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.steps TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.steps TO pgqueue_api;
 
 GRANT SELECT ON TABLE pgqueue.switches TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.switches TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.switches TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.switches TO pgqueue_api;
+
+GRANT SELECT ON TABLE pgqueue.types TO pgqueue_api;
+GRANT SELECT,INSERT,UPDATE ON TABLE pgqueue.types TO pgqueue_worker;
+GRANT SELECT ON TABLE pgqueue.types TO pgqueue_auditor;
+GRANT SELECT ON TABLE pgqueue.types TO pgqueue_operator;
+
+GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.users TO pgqueue_api;
 
 GRANT SELECT ON TABLE pgqueue.worker_stats TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.worker_stats TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.worker_stats TO pgqueue_api;

@@ -1,14 +1,28 @@
-"""What operators do: cancel, retry, edit, pause, resume. Each leaves an audit row."""
+"""What operators do: cancel, retry, edit, delete, pause, resume, drain. Each leaves an audit row."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any, Literal, LiteralString
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, LiteralString, NamedTuple
+from uuid import UUID
 
 from pgqueue.db import Connection, acting_as, translated
 from pgqueue.job import Status
 from pgqueue.sql import SQL
+
+ACTIONS: dict[str, frozenset[Status]] = {
+    "retry": frozenset({Status.FAILED, Status.CANCELLED, Status.SCHEDULED}),
+    "cancel": frozenset({Status.SCHEDULED, Status.PENDING, Status.RUNNING}),
+    "delete": frozenset({Status.COMPLETED, Status.FAILED, Status.CANCELLED}),
+}
+"""What can be done to many jobs, and to jobs in which status."""
+
+
+class Acted(NamedTuple):
+    id: int
+    status: str | None
+    problem: str | None
 
 
 async def cancel_job(conn: Connection, id: int, *, actor: str | None = None, reason: str | None = None) -> Status:
@@ -24,6 +38,25 @@ async def edit_job(
     conn: Connection, id: int, changes: Mapping[str, Any], *, actor: str | None = None, reason: str | None = None
 ) -> None:
     await _act(conn, SQL.edit_job, {"id": id, "changes": json.dumps(changes), "reason": reason}, actor)
+
+
+async def delete_job(conn: Connection, id: int, *, actor: str | None = None, reason: str | None = None) -> None:
+    await _act(conn, SQL.delete_job, {"id": id, "reason": reason}, actor)
+
+
+async def act_on_jobs(
+    conn: Connection, ids: Sequence[int], action: str, *, actor: str | None = None, reason: str | None = None
+) -> list[Acted]:
+    """One action on many jobs; a job that does not allow it has a problem, and the others go on."""
+    with translated():
+        async with acting_as(conn, actor):
+            parameters = {"ids": list(ids), "action": action, "reason": reason}
+            rows = await (await conn.execute(SQL.act_on_jobs, parameters, prepare=False)).fetchall()
+    return [Acted(*row) for row in rows]
+
+
+async def drain_worker(conn: Connection, id: UUID, *, actor: str | None = None, reason: str | None = None) -> None:
+    await _act(conn, SQL.drain_worker, {"id": id, "reason": reason}, actor)
 
 
 async def resolve_job(

@@ -21,6 +21,8 @@ from pgqueue.settings import Settings, mask
 LARGEST = 4
 PATIENCE = 10.0
 """Seconds that a caller waits for a connection."""
+SERVER_PATIENCE = 3.0
+"""The same in a server, whose clients wait as well; also for how long one attempt to connect goes on."""
 ARGUMENTS: dict[str, Any] = {
     **CONNECT,
     "autocommit": True,
@@ -169,3 +171,34 @@ async def _check(conn: Connection) -> None:
 def _check_sync(conn: psycopg.Connection) -> None:
     if _has_news(conn.fileno()):
         ConnectionPool.check_connection(conn)
+
+
+class ServerPool:
+    """The connections of a server process. The database may come later than the process, go away and come back."""
+
+    def __init__(self, url: str, largest: int, application_name: str) -> None:
+        self._pool: AsyncConnectionPool[Connection] = AsyncConnectionPool(
+            url,
+            kwargs={**ARGUMENTS, "application_name": application_name},
+            min_size=1,
+            max_size=largest,
+            timeout=SERVER_PATIENCE,
+            reconnect_timeout=SERVER_PATIENCE,
+            open=False,
+            check=_check,
+        )
+
+    async def open(self) -> None:
+        await self._pool.open()
+
+    async def close(self) -> None:
+        await self._pool.close(timeout=5)
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[Connection]:
+        with translated():
+            conn = await self._pool.getconn()
+        try:
+            yield conn
+        finally:
+            await self._pool.putconn(conn)

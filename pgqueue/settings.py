@@ -54,6 +54,27 @@ def _secret_key(text: str) -> str:
     return text
 
 
+def _switch(text: str) -> bool:
+    if text not in ("true", "false", "1", "0"):
+        raise ValueError("true or false")
+    return text in ("true", "1")
+
+
+def _origins(text: str) -> tuple[str, ...]:
+    origins = tuple(each for each in re.split(r"[\s,]+", text) if each)
+    if not all(
+        re.fullmatch(r"https?://[A-Za-z0-9.-]+(:\d+)?|https?://\[[0-9a-fA-F:]+\](:\d+)?", each) for each in origins
+    ):
+        raise ValueError("exact origins such as https://app.example.org, separated by commas")
+    return origins
+
+
+def _file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise ValueError("a file that exists")
+    return Path(text)
+
+
 def _one_of(*words: str) -> Parser:
     def parse(text: str) -> str:
         if text not in words:
@@ -94,6 +115,18 @@ class Settings:
     redis_url: str | None = _variable("REDIS_URL", _url("redis", "rediss", "unix"), secret=True)
     api_port: int = _variable("API_PORT", _PORT, 8080)
     jwt_secret: str | None = _variable("JWT_SECRET", _secret_key, secret=True)
+    jwt_secret_previous: str | None = _variable("JWT_SECRET_PREVIOUS", _secret_key, secret=True)  # while keys rotate
+    jwks_file: Path | None = _variable("PGQUEUE_JWKS_FILE", _file)  # noqa: RUF009
+    jwt_issuer: str | None = _variable("PGQUEUE_JWT_ISSUER", str)
+    jwt_audience: str | None = _variable("PGQUEUE_JWT_AUDIENCE", str)
+    jwt_max_ttl: float = _variable("PGQUEUE_JWT_MAX_TTL", _SECONDS, 7 * 86400.0)
+    signup: bool = _variable("PGQUEUE_SIGNUP", _switch, False)
+    dev: bool = _variable(
+        "PGQUEUE_DEV", _switch, False
+    )  # routes that other schedulers leave open work without a token, on loopback only
+    cors_origins: tuple[str, ...] = _variable("PGQUEUE_CORS_ORIGINS", _origins, ())
+    rate_limit: int = _variable("PGQUEUE_RATE_LIMIT", _whole(0, 100_000_000), 60_000)  # a minute and token; 0: none
+    api_connections: int = _variable("PGQUEUE_API_CONNECTIONS", _whole(1, 1000), 10)
     worker_threads: int = _variable("WORKER_THREADS", _whole(1, 1024), 8)
     smtp_host: str | None = _variable("SMTP_HOST", str)
     smtp_port: int = _variable("SMTP_PORT", _PORT, 587)
@@ -121,7 +154,7 @@ class Settings:
         rows = []
         for each in _FIELDS:
             value, name = getattr(self, each.name), each.metadata["name"]
-            text = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+            text = _text(value)
             rows.append((name, mask(text) if each.metadata["secret"] else text, self.sources.get(name, "default")))
         return rows
 
@@ -129,9 +162,17 @@ class Settings:
         return f"Settings({', '.join(f'{name}={value}' for name, value, _ in self.describe() if value)})"
 
 
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return "" if value is None else ",".join(value) if isinstance(value, tuple) else str(value)
+
+
 _FIELDS = [each for each in fields(Settings) if each.metadata]
 _KNOWN = [each.metadata["name"] for each in _FIELDS]
-_FROM_FILE = {"JWT_SECRET", "DATABASE_URL", "SMTP_PASSWORD", "POSTGRES_PASSWORD", "REDIS_URL"}
+_FROM_FILE = {"JWT_SECRET", "JWT_SECRET_PREVIOUS", "DATABASE_URL", "SMTP_PASSWORD", "POSTGRES_PASSWORD", "REDIS_URL"}
 # Kubernetes gives every pod such variables for each service; one called pgqueue must not stop ours.
 _SERVICE_LINK = re.compile(r"_(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\d+_(TCP|UDP)(_\w+)?)?)$")
 

@@ -45,6 +45,19 @@ async def register(conn: Connection, worker: Worker) -> None:
     await conn.execute(SQL.register_worker, asdict(worker), prepare=False)
 
 
+async def describe_types(conn: Connection, described: Sequence[tuple[str, str, str]]) -> None:
+    """Tells of each type its name, its queue and the JSON Schema of its payload, for those who add jobs by hand."""
+    names, queues, schemas = zip(*described, strict=True) if described else ((), (), ())
+    parameters = {"names": list(names), "queues": list(queues), "schemas": list(schemas)}
+    await conn.execute(SQL.describe_types, parameters, prepare=False)
+
+
+async def knows_type(conn: Connection, type: str) -> bool:
+    """Whether a live worker knows it."""
+    row = await (await conn.execute(SQL.knows_type, {"type": type}, prepare=False)).fetchone()
+    return bool(row and row[0])
+
+
 async def heartbeat(
     conn: Connection, worker: Worker, *, threads_used: int, completed: int, failed: int, listening: bool
 ) -> Pulse | None:

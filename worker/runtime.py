@@ -7,6 +7,7 @@ given back, uncharged; what ended is written; the worker's row is retired.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -179,7 +180,11 @@ class Runtime:
     async def _register(self) -> None:
         while True:
             try:
-                await workers.register(await self.claimer.link.get(), self.worker)
+                conn = await self.claimer.link.get()
+                await workers.describe_types(
+                    conn, [(each.name, each.queue, _schema(each)) for each in self.types.values()]
+                )
+                await workers.register(conn, self.worker)
                 self.heartbeat.confirmed = time.monotonic()
                 return
             except (psycopg.Error, OSError) as error:
@@ -372,6 +377,14 @@ class Runtime:
         if pulse.draining and not self.stopping:
             say(logger, logging.INFO, "worker.draining", "an operator asked this worker to drain")
             self.stop()
+
+
+def _schema(job_type: JobType[..., Any]) -> str:
+    try:
+        return json.dumps(job_type.json_schema())
+    except Exception:
+        # A type of the handler's own that has no JSON Schema; its jobs run all the same.
+        return "{}"
 
 
 def installed_version() -> str:

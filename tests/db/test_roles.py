@@ -37,9 +37,13 @@ FORBIDDEN = """
     id status parked seq attempt lost created_at worker_id lease_token threads_used started_at cancel_requested_at
     progress finished_at result reason error_type error
 """
-TABLES = "jobs jobs_live jobs_failed jobs_finished attempts workers queues idempotency_keys audit switches steps"
+TABLES = """
+    jobs jobs_live jobs_failed jobs_finished attempts workers queues idempotency_keys audit switches steps effects types
+"""
 VIEWS = "job_metrics failed_jobs leases queue_stats worker_stats failure_groups"
-SEQUENCES = "job_ids ready attempt_ids audit_id_seq"
+ACCESS = "users refresh_tokens revoked_tokens http_answers"
+"""The tables of the HTTP API alone: hashes, and answers with what they said."""
+SEQUENCES = "job_ids ready attempt_ids audit_id_seq users_id_seq"
 FORGED_TRIGGER = """CREATE TEMP TABLE t (id bigint, idempotency_key text, type text, payload jsonb);
              CREATE TRIGGER forge BEFORE INSERT ON t FOR EACH ROW EXECUTE FUNCTION pgqueue.keep_key()"""
 
@@ -68,6 +72,9 @@ MATRIX = {
         "INSERT INTO pgqueue.idempotency_keys (key, fingerprint, job_id, expires_at) VALUES ('f', 'f', 1, now())",
         "INSERT INTO pgqueue.attempts (job_id, attempt, outcome, reason) VALUES (1, 1, 'failed', 'error')",
         "INSERT INTO pgqueue.steps (job_id, name) VALUES (1, 'forged')",
+        "INSERT INTO pgqueue.effects (key, job_id, expires_at) VALUES ('k', 1, now())",
+        "INSERT INTO pgqueue.types (name, queue, schema) VALUES ('t', 'q', '{}')",
+        "SELECT pgqueue.prune_access()",
         "SELECT id FROM pgqueue.jobs FOR UPDATE",
         "UPDATE pgqueue.jobs SET priority = 5 WHERE id = :pending",
         "UPDATE pgqueue.workers SET draining = true",
@@ -99,10 +106,18 @@ MATRIX = {
         """SELECT pgqueue.edit_job(:failed, '{"priority": 7}')""",
         "SELECT pgqueue.pause_queue('default', 'why')",
         "SELECT pgqueue.resume_queue('default')",
+        "SELECT pgqueue.resolve_job(id, 'retry') FROM pgqueue.jobs WHERE reason = 'in_doubt'",
+        "SELECT pgqueue.delete_job(:failed, 'why')",
+        "SELECT pgqueue.act_on_jobs('{:failed}', 'retry')",
+        "SELECT pgqueue.drain_worker((SELECT id FROM pgqueue.workers LIMIT 1), 'why')",
     ],
     "PWAOS": ["LISTEN pgqueue_anything", "NOTIFY pgqueue_anything", "SET LOCAL pgqueue.actor = 'ana'"],
     "": [
-        *[f"TRUNCATE pgqueue.{table} CASCADE" for table in TABLES.split()],
+        *[f"TRUNCATE pgqueue.{table} CASCADE" for table in f"{TABLES} {ACCESS}".split()],
+        *[f"SELECT * FROM pgqueue.{table}" for table in ACCESS.split()],
+        *[f"DELETE FROM pgqueue.{table}" for table in ACCESS.split()],
+        "SELECT pgqueue.revoke_token('jti', now())",
+        "SELECT pgqueue.audit_access('add_user', '{}')",
         *[f"SELECT setval('pgqueue.{sequence}', 1000000)" for sequence in SEQUENCES.split()],
         *[f"ALTER SEQUENCE pgqueue.{sequence} RESTART" for sequence in SEQUENCES.split()],
         "SELECT nextval('pgqueue.audit_id_seq')",
@@ -503,7 +518,7 @@ async def a_migrator(conn: psycopg.AsyncConnection, attributes: str) -> AsyncIte
 @asynccontextmanager
 async def without_our_roles(conn: psycopg.AsyncConnection) -> AsyncIterator[None]:
     """They belong to the whole server and are in use, so they hide behind other names for a while."""
-    ours = [f"pgqueue_{role}" for role in ROLES.values() if role != "stranger"]
+    ours = ["pgqueue_api", *[f"pgqueue_{role}" for role in ROLES.values() if role != "stranger"]]
     for role in ours:
         await conn.execute(f"ALTER ROLE {role} RENAME TO hidden_{role}")
     try:
@@ -556,6 +571,6 @@ async def test_a_migrator_who_may_create_roles_does(empty, empty_dsn):
         migrate.up(dsn_of("migrator", empty_dsn))
         cursor = await empty.execute("SELECT rolname, rolcanlogin FROM pg_roles WHERE rolname ~ '^pgqueue_' ORDER BY 1")
         assert await cursor.fetchall() == [
-            (f"pgqueue_{role}", False) for role in ("auditor", "operator", "producer", "worker")
+            (f"pgqueue_{role}", False) for role in ("api", "auditor", "operator", "producer", "worker")
         ]
         assert await value(empty, "SELECT has_table_privilege('pgqueue_auditor', 'pgqueue.jobs', 'SELECT')")

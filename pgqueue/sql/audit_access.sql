@@ -1,0 +1,1 @@
+SELECT pgqueue.audit_access(%(action)s, %(detail)s::jsonb, %(reason)s)

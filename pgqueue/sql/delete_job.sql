@@ -1,0 +1,1 @@
+SELECT pgqueue.delete_job(%(id)s, %(reason)s)

@@ -1,0 +1,1 @@
+SELECT pgqueue.drain_worker(%(id)s, %(reason)s)

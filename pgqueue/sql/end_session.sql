@@ -1,0 +1,1 @@
+DELETE FROM pgqueue.refresh_tokens t WHERE t.family = %(family)s

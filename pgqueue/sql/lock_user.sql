@@ -1,0 +1,1 @@
+SELECT FROM pgqueue.users u WHERE u.id = %(id)s FOR UPDATE

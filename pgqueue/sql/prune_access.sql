@@ -1,0 +1,1 @@
+SELECT pgqueue.prune_access()

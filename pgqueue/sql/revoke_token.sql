@@ -1,0 +1,1 @@
+SELECT pgqueue.revoke_token(%(jti)s, %(expires_at)s, %(reason)s)
