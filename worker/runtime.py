@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, NoReturn
 from uuid import uuid4
 
 import psycopg
@@ -24,7 +24,7 @@ import psycopg
 from pgqueue import finish, migrate, workers
 from pgqueue.app import JobType, PgQueue
 from pgqueue.claim import Claimant, Claimed
-from pgqueue.errors import DatabaseUnavailable
+from pgqueue.errors import DatabaseUnavailable, PgQueueError
 from pgqueue.idempotency import L1
 from pgqueue.job import Lease
 from pgqueue.listen import Listener
@@ -81,6 +81,8 @@ class Runtime:
             lease_timeout=settings.lease_timeout,
         )
         self.slots = Slots(threads)
+        self.held: dict[int, tuple[Claimed, str]] = {}
+        """The jobs that have slots, with their tokens: those that run, and those that are about to."""
         self.running: dict[int, Attempt] = {}
         self.host = WorkerHost(dsn, threads, self.worker.name)
         self.once = Once(self.host, L1(settings.redis_url) if settings.redis_url else None)
@@ -99,8 +101,8 @@ class Runtime:
         """Until stop() is called, or a signal has the same effect."""
         self.loop = self.host.loop = asyncio.get_running_loop()
         self._assemble()
-        await self._wait_for_schema()
-        await self._register()
+        if not await self._start():
+            return
         self.heartbeat.start()
         say(
             logger,
@@ -166,6 +168,24 @@ class Runtime:
         for number in range(self.worker.threads):
             yield f"runner {number}", self._runner()
 
+    async def _start(self) -> bool:
+        """Whether it is registered; not if it was stopped while it waited for the database."""
+
+        async def start() -> None:
+            await self._wait_for_schema()
+            await self._register()
+
+        starting, stopped = asyncio.create_task(start()), asyncio.create_task(self._stop.wait())
+        await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if starting.done():
+            starting.result()
+            return True
+        starting.cancel()
+        await asyncio.wait([starting], timeout=1)
+        await self.claimer.link.close()
+        return False
+
     async def _wait_for_schema(self) -> None:
         """The database may come up after the worker; a schema that this code does not know is not waited for."""
         link = self.claimer.link
@@ -219,18 +239,17 @@ class Runtime:
         # A claim that is under way ends first: its jobs are given back, not left to a rescue.
         await asyncio.wait([claimer], timeout=min(2.0, self._grace() / 2))
         self._give_back_waiting()
-        while self.running and time.monotonic() < deadline and not self._hurry:
+        while self.held and time.monotonic() < deadline and not self._hurry:
             await asyncio.sleep(0.01)
             self._give_back_waiting()
-        left = list(self.running.values())
-        for one in left:
+        for one in list(self.running.values()):
             one.stop(JobAbandoned("the worker stops"))
         # Coroutines end at once, processes within a second; a thread that does not look is left behind, fenced off.
         patience = time.monotonic() + min(1.5, max(0.2, self.settings.shutdown_grace / 4))
-        while self.running and time.monotonic() < patience:  # noqa: ASYNC110 - it is threads that we wait for
+        while self.held and time.monotonic() < patience:  # noqa: ASYNC110 - it is threads that we wait for
             await asyncio.sleep(0.01)
-        for one in list(self.running.values()):
-            self.finisher.put(Lease(one.job.id, one.ctx.lease_token), one.job)
+        for job, lease_token in self.held.values():
+            self.finisher.put(Lease(job.id, lease_token), job)
         finisher = next(task for task in tasks if task.get_name() == "finisher")
         self.finisher.stop()
         await asyncio.wait([finisher], timeout=max(1.0, deadline + MARGIN - time.monotonic()))
@@ -240,7 +259,8 @@ class Runtime:
         self.heartbeat.stop()
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        # A coroutine that ignores its cancellation is left behind, too.
+        await asyncio.wait(tasks, timeout=0.5)
         await self._retire()
         await self.once.close()
         await self.host.close()
@@ -282,9 +302,13 @@ class Runtime:
                 continue
             job, lease_token, threads = entry
             started = self._last_start = time.monotonic()
+            held = self.held[job.id] = (job, lease_token)
             try:
                 await self._run(job, lease_token, threads, task)
             finally:
+                # After a lost lease this worker may have claimed the same job again.
+                if self.held.get(job.id) is held:
+                    del self.held[job.id]
                 slots.give_back(job, threads)
                 claimer.ran(time.monotonic() - started)
             in_a_row += 1
@@ -340,7 +364,7 @@ class Runtime:
                 self.heartbeat.now()
 
     def _known(self) -> set[int]:
-        return set(self.running) | self.slots.waiting_ids() | self.finisher.ids()
+        return set(self.held) | self.slots.waiting_ids() | self.finisher.ids()
 
     def _cancel(self, ids: Iterable[int]) -> None:
         for id in ids:
@@ -394,30 +418,34 @@ def installed_version() -> str:
         return "unknown"
 
 
-def run(runtime: Runtime) -> None:
-    """Runs it in this process until a signal stops it; ends the process even if some thread does not."""
+def run(runtime: Runtime) -> int:
+    """Runs it in this process until a signal stops it; answers with the exit code. The loop is left as it is: a handler
+    that does not end must not keep the process, so whoever calls this ends it with exit_now."""
 
     async def main() -> None:
-        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, runtime.stop)
         await runtime.run()
 
     try:
-        try:
-            import uvloop
-        except ImportError:
-            asyncio.run(main())
-        else:
-            uvloop.run(main())
+        import uvloop
+    except ImportError:
+        loop = asyncio.new_event_loop()
+    else:
+        loop = uvloop.new_event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_until_complete(main())
+    except PgQueueError:
+        raise
     except BaseException:
         logging.getLogger("pgqueue.worker").exception("the worker ended with an error")
-        flush_and_exit(1)
-    flush_and_exit(0)
+        return 1
+    return 0
 
 
-def flush_and_exit(code: int) -> None:
-    # A handler's thread that does not end must not keep the process: its lease is given back, its result refused.
+def exit_now(code: int) -> NoReturn:
+    # Not even a thread that does not end keeps the process: its lease is given back, its result refused.
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -47,13 +47,14 @@ def command(
         _supervise(apps, queues, threads, processes, name, log_level, directory, settings)
         return
     from pgqueue.worker.load import load_apps
-    from pgqueue.worker.runtime import Runtime, run
+    from pgqueue.worker.runtime import Runtime, exit_now, run
 
     app = load_apps(apps or ["pgqueue.worker.jobs"])
     with database(settings, directory) as dsn:
         runtime = Runtime(app, dsn, settings, threads=threads, queues=names, name=name, parent=parent)
         log.set_up(settings.log, runtime.worker.name, log_level)
-        run(runtime)
+        code = run(runtime)
+    exit_now(code)
 
 
 def _supervise(
