@@ -1,15 +1,18 @@
 """What does waking cost those who insert? 32 clients insert single rows, each in a transaction of its own.
 
-Compared are the trigger with workers that are all busy, with workers that sleep and are woken, with the switch off, no
-trigger at all, and, as a reference, one that sends a NOTIFY for every statement.
+Without a worker process: no trigger at all, the trigger with workers that are all busy, with its switch off, and, as a
+reference, a trigger that sends a NOTIFY for every statement. With one that is asleep when it begins and runs the jobs,
+which takes its share of the machine: woken, and with the switch off, so that it polls.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import re
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -17,12 +20,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
-from uuid import UUID, uuid4
+from uuid import UUID
 
 import psycopg
 
 from pgqueue.embedded import PostgresServer
-from pgqueue.sql import SQL
 from pgqueue.workers import channel
 from tests.bench.common import alternate, benchmark_server, database, print_json, print_table, spread
 
@@ -32,59 +34,65 @@ NAIVE = """
     $$ BEGIN PERFORM pg_notify('pgqueue_jobs', ''); RETURN NULL; END $$
 """
 WORKERS = 4
-BUSY_FOR = 0.02
-"""Seconds for which a woken worker is busy before it sleeps again."""
 
 
-class Sleepers:
-    """Workers that listen, are busy for a while when they are woken, and sleep again."""
+class Sleeper:
+    """A worker process that has gone to sleep, and how often it is woken."""
 
-    def __init__(self, dsn: str, workers: list[UUID]) -> None:
+    def __init__(self, dsn: str) -> None:
         self.dsn = dsn
         self.woken = 0
         self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._threads = [threading.Thread(target=self._sleep, args=[worker]) for worker in workers]
+        self._listener = threading.Thread(target=self._listen)
 
-    def __enter__(self) -> Sleepers:
-        for thread in self._threads:
-            thread.start()
+    def __enter__(self) -> Sleeper:
+        command = [sys.executable, "-m", "pgqueue", "worker", "--app", "tests.bench.noop", "--log-level", "warning"]
+        self._process = subprocess.Popen(command, env={**os.environ, "DATABASE_URL": self.dsn, "REDIS_URL": ""})
+        try:
+            self._id = self._asleep()
+        except BaseException:
+            self._process.kill()
+            raise
+        self._listener.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.wait()
         self._stop.set()
-        for thread in self._threads:
-            thread.join()
+        self._listener.join()
 
-    def _sleep(self, worker: UUID) -> None:
+    def _asleep(self) -> UUID:
+        query = "SELECT id FROM pgqueue.workers WHERE idle_since IS NOT NULL AND listening AND stopped_at IS NULL"
         with psycopg.connect(self.dsn, autocommit=True) as conn:
-            conn.execute(f'LISTEN "{channel(worker)}"')
+            deadline = time.monotonic() + 30
+            while (row := conn.execute(query).fetchone()) is None:
+                if time.monotonic() > deadline or self._process.poll() is not None:
+                    raise RuntimeError("the worker did not start")
+                time.sleep(0.05)
+        return UUID(str(row[0]))
+
+    def _listen(self) -> None:
+        with psycopg.connect(self.dsn, autocommit=True) as conn:
+            conn.execute(f'LISTEN "{channel(self._id)}"')
             while not self._stop.is_set():
-                conn.execute(SQL.mark_idle, {"id": worker})
-                if woken := len(list(conn.notifies(timeout=0.2, stop_after=1))):
-                    conn.execute(SQL.mark_busy, {"id": worker})
-                    time.sleep(BUSY_FOR)
-                    woken += len(list(conn.notifies(timeout=0)))
-                    with self._lock:
-                        self.woken += woken
-            conn.execute(SQL.mark_busy, {"id": worker})
+                self.woken += sum(1 for _ in conn.notifies(timeout=0.2))
 
 
 class Site:
-    """A database with some workers and one way to wake them."""
+    """A database with one way to wake its workers: one that is real, or some that seem busy."""
 
-    def __init__(self, dsn: str, clients: int, seconds: float, pgbench: Path | None, *, asleep: bool = False) -> None:
+    def __init__(self, dsn: str, clients: int, seconds: float, pgbench: Path | None, *, worker: bool) -> None:
         self.dsn = dsn
         self.clients = clients
         self.seconds = seconds
         self.pgbench = pgbench
-        self.asleep = asleep
+        self.worker = worker
         self.woken: list[int] = []
-        self.workers = [uuid4() for _ in range(WORKERS)]
-        for worker in self.workers:
+        for _ in range(0 if worker else WORKERS):
             self.execute(
                 "INSERT INTO pgqueue.workers (id, name, host, pid, version, threads, listening, expires_at)"
-                f" VALUES ('{worker}', 'bench', 'bench', 1, '0', 8, true, now() + interval '1 day')"
+                " VALUES (gen_random_uuid(), 'bench', 'bench', 1, '0', 8, true, now() + interval '1 day')"
             )
 
     def execute(self, statement: str) -> None:
@@ -96,9 +104,9 @@ class Site:
         self.execute("TRUNCATE pgqueue.jobs")
         self.execute("CHECKPOINT")
         with ExitStack() as stack:
-            sleepers = stack.enter_context(Sleepers(self.dsn, self.workers)) if self.asleep else None
+            sleeper = stack.enter_context(Sleeper(self.dsn)) if self.worker else None
             rate = self._insert()
-        self.woken.append(sleepers.woken if sleepers else 0)
+        self.woken.append(sleeper.woken if sleeper else 0)
         return rate
 
     def _insert(self) -> float:
@@ -132,12 +140,13 @@ def sites(server: PostgresServer, clients: int, seconds: float) -> Iterator[dict
     tool = pgbench if pgbench.exists() else None
     with ExitStack() as stack:
         made = {}
-        for name in ("no trigger", "workers busy", "workers asleep", "switch off", "NOTIFY always"):
+        for name in ("no trigger", "busy", "switch off", "NOTIFY always", "worker, woken", "worker, polling"):
             dsn = stack.enter_context(database(server))
-            made[name] = Site(dsn, clients, seconds, tool, asleep=name == "workers asleep")
+            made[name] = Site(dsn, clients, seconds, tool, worker=name.startswith("worker"))
         made["no trigger"].execute("DROP TRIGGER wake ON pgqueue.jobs")
-        made["switch off"].execute("UPDATE pgqueue.switches SET enabled = false WHERE name = 'wake'")
         made["NOTIFY always"].execute(NAIVE)
+        for name in ("switch off", "worker, polling"):
+            made[name].execute("UPDATE pgqueue.switches SET enabled = false WHERE name = 'wake'")
         yield made
 
 
@@ -145,14 +154,14 @@ def run(server: PostgresServer, clients: int = 32, seconds: float = 4, rounds: i
     with sites(server, clients, seconds) as made:
         figures = alternate(rounds, {name: site.run for name, site in made.items()})
         woken = {name: site.woken for name, site in made.items()}
-    best = median(figures["no trigger"])
-    rows = [
-        [name, spread(rates), f"{median(rates) / best:.2f}", f"{median(woken[name]):,.0f}" if any(woken[name]) else "–"]
-        for name, rates in figures.items()
-    ]
-    head = ["", "inserts/s", "of no trigger", "NOTIFYs heard in a round"]
-    print_table(f"inserters: {clients} clients, single rows, {rounds} rounds of {seconds:g} s", head, rows)
-    ratios = {name: round(median(rates) / best, 3) for name, rates in figures.items()}
+    rows, ratios = [], {}
+    for name, rates in figures.items():
+        reference = "worker, polling" if name.startswith("worker") else "no trigger"
+        ratios[name] = round(median(rates) / median(figures[reference]), 3)
+        heard = f"{median(woken[name]):,.0f}" if any(woken[name]) else "–"
+        rows.append([name, spread(rates), f"{ratios[name]:.2f} of {reference}", heard])
+    title = f"inserters: {clients} clients, single rows, {rounds} rounds of {seconds:g} s"
+    print_table(title, ["", "inserts/s", "", "NOTIFYs in a round"], rows)
     rounded = {name: [round(rate) for rate in rates] for name, rates in figures.items()}
     print_json("inserters", {"clients": clients, "inserts_per_second": rounded, "ratio": ratios, "notifies": woken})
     return figures
