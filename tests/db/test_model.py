@@ -66,16 +66,18 @@ new_jobs = st.builds(
     max_attempts=st.sampled_from((1, 2, 5)),
 )
 batches = st.lists(new_jobs, min_size=1, max_size=5)
-edits = st.fixed_dictionaries(
-    {},
-    optional={
-        "queue": st.sampled_from(QUEUES),
-        "priority": st.sampled_from((0, 7)),
-        "payload": st.just({"edited": True}),
-        "thread_demand": st.sampled_from((1, 4)),
-        "max_attempts": st.sampled_from((1, 5)),
-        "run_at": st.sampled_from(("2020-01-01T00:00:00Z", "2990-01-01T00:00:00Z")),
-    },
+edits = st.one_of(
+    st.just({"payload": {"edited": True}}),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "queue": st.sampled_from(QUEUES),
+            "priority": st.sampled_from((0, 7)),
+            "thread_demand": st.sampled_from((1, 4)),
+            "max_attempts": st.sampled_from((1, 5)),
+            "run_at": st.sampled_from(("2020-01-01T00:00:00Z", "2990-01-01T00:00:00Z")),
+        },
+    ),
 )
 
 KEPT = "kept"
