@@ -13,6 +13,7 @@ ERROR, UNREACHABLE, CHECK_FAILED = 1, 7, 8
 COMMANDS = {
     "up": "Start everything here, and stop it with Ctrl-C.",
     "worker": "Claim jobs and run them.",
+    "jobs": "Look at jobs and act on them.",
     "migrate": "Create and change the schema in the database.",
     "config": "Show every setting and where it comes from.",
 }
