@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import Callable
 from uuid import uuid4
 
@@ -19,6 +20,8 @@ logger = logging.getLogger("pgqueue.listen")
 
 PING_EVERY = 10.0
 PONG_WITHIN = 5.0
+FIRST_PAUSE = 0.1
+DEAF_PAUSE = 30.0
 
 
 class Listener:
@@ -35,55 +38,64 @@ class Listener:
         """Told when that changes."""
 
     async def run(self) -> None:
-        pause = 0.1
+        pause = FIRST_PAUSE
         while True:
+            heard = False
             try:
                 conn = await connect(self.dsn, application_name=self.application_name)
                 try:
                     await self._listen(conn)
                 finally:
-                    if self.hears:
+                    if heard := self.hears:
                         self.hears = False
                         self.changed()
                     await conn.close()
             except (psycopg.Error, DatabaseUnavailable, OSError) as error:
                 say(logger, logging.WARNING, "listen.lost", f"the listener lost its connection: {error}")
             except DeafError:
-                say(
-                    logger,
-                    logging.WARNING,
-                    "listen.deaf",
-                    "notifications do not arrive (behind a transaction pooler? set PGQUEUE_LISTEN_URL to a direct"
-                    " connection); this worker polls",
-                )
-                pause = 30.0
+                if heard:
+                    say(logger, logging.WARNING, "listen.lost", "the listener does not hear itself any more")
+                else:
+                    say(
+                        logger,
+                        logging.WARNING,
+                        "listen.deaf",
+                        "notifications do not arrive (behind a transaction pooler? set PGQUEUE_LISTEN_URL to a direct"
+                        " connection); this worker polls",
+                    )
+                    pause = DEAF_PAUSE
+            if heard:
+                pause = FIRST_PAUSE
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))
-            pause = min(pause * 2, 5.0) if pause < 30 else pause
+            pause = min(pause * 2, 5.0) if pause < DEAF_PAUSE else pause
 
     async def _listen(self, conn: Connection) -> None:
         await conn.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self.channel)))
-        waiting_for: str | None = None
         while True:
-            if waiting_for is None:
-                waiting_for = f"ping:{uuid4().hex[:8]}"
-                await conn.execute("SELECT pg_notify(%s, %s)", [self.channel, waiting_for], prepare=False)
-            deadline = asyncio.get_running_loop().time() + PONG_WITHIN
-            async for notice in conn.notifies(timeout=PONG_WITHIN):
-                if notice.payload == waiting_for:
-                    waiting_for = None
-                    if not self.hears:
-                        self.hears = True
-                        self.changed()
-                        # What was committed before LISTEN took effect was not notified: somebody must look.
-                        self.heard("")
-                    break
-                self.heard(notice.payload)
-            if waiting_for is not None:
-                if asyncio.get_running_loop().time() >= deadline:
-                    raise DeafError
-                continue
+            await self._ping(conn)
+            if not self.hears:
+                self.hears = True
+                self.changed()
+                # What was committed before LISTEN took effect was not notified: somebody must look.
+                self.heard("")
             async for notice in conn.notifies(timeout=PING_EVERY):
                 self.heard(notice.payload)
+
+    async def _ping(self, conn: Connection) -> None:
+        """Sends a word to itself, and waits until it has come."""
+        ping = f"ping:{uuid4().hex[:8]}"
+        await conn.execute("SELECT pg_notify(%s, %s)", [self.channel, ping], prepare=False)
+        deadline = time.monotonic() + PONG_WITHIN
+        came = False
+        while not came:
+            if (left := deadline - time.monotonic()) <= 0:
+                raise DeafError
+            # Not left early: what came in the same packet would be lost.
+            async for notice in conn.notifies(timeout=left, stop_after=1):
+                if notice.payload == ping:
+                    came = True
+                else:
+                    self.heard(notice.payload)
 
 
 class DeafError(Exception):
