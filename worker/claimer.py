@@ -11,11 +11,13 @@ import asyncio
 import logging
 import random
 import time
+from collections.abc import Awaitable, Callable
 
 import psycopg
 
 from pgqueue import workers
 from pgqueue.claim import Claim, Claimant, Claimed, Lanes, claim_next
+from pgqueue.db import Connection
 from pgqueue.failpoints import failpoint
 from pgqueue.log import say
 from pgqueue.worker.finisher import Finisher
@@ -35,12 +37,22 @@ LINGER = 0.1
 
 
 class Claimer:
-    def __init__(self, link: Link, who: Claimant, slots: Slots, finisher: Finisher, poll_interval: float) -> None:
+    def __init__(
+        self,
+        link: Link,
+        who: Claimant,
+        slots: Slots,
+        finisher: Finisher,
+        poll_interval: float,
+        reconcile: Callable[[Connection], Awaitable[None]],
+    ) -> None:
         self.link = link
         self.who = who
         self.slots = slots
         self.finisher = finisher
         self.poll_interval = poll_interval
+        self.reconcile = reconcile
+        """Gives back what was claimed without our knowing."""
         self.lanes = Lanes()
         self.mean_size = 1.0
         """Characters of a payload, of late."""
@@ -54,6 +66,8 @@ class Claimer:
         self.stopping = False
         self._room = asyncio.Event()
         self._wakes: list[float] = []
+        self._unsure = False
+        """Whether the answer to a claim may be lost."""
 
     def stop(self) -> None:
         self.stopping = True
@@ -85,6 +99,9 @@ class Claimer:
                 await self._room.wait()
                 continue
             try:
+                if self._unsure:
+                    await self.reconcile(await self.link.get())
+                    self._unsure = False
                 if await self._claim(wanted, quick=True):
                     pause = 0.0
                     continue
@@ -93,6 +110,7 @@ class Claimer:
                     continue
                 pause = await self._go_idle(pause)
             except (psycopg.Error, OSError) as error:
+                self._unsure = True
                 self.lanes = Lanes()  # after a failover, numbers below the floors may be handed out again
                 self.idle = False
                 await self.link.failed(error, "claiming nothing until the database is back")
@@ -158,7 +176,8 @@ class Claimer:
             # There is more than this worker takes: the next idle one is woken, and so on down the line.
             last = claims[-1].jobs[-1]
             await workers.wake(conn, [last.queue], [last.type], [1])
-        return got > 0
+        # What was parked was in the way: there may be more behind it.
+        return True
 
     def _hand_over(self, claims: list[Claim]) -> tuple[int, list[Claimed]]:
         got, parked = 0, []

@@ -51,7 +51,7 @@ class Heartbeat:
     def stop(self) -> None:
         self._stop.set()
         if self._thread.is_alive():
-            self._thread.join(2)
+            self._thread.join(0.3)
 
     def lease_stands(self) -> bool:
         """Whether no other worker can have taken this one's jobs yet; by our clock, with a margin."""

@@ -12,7 +12,7 @@ from uuid import UUID
 import psycopg
 
 from pgqueue import finish, promote, prune, rescue, workers
-from pgqueue.db import Connection
+from pgqueue.db import Connection, is_outage
 from pgqueue.failpoints import failpoint
 from pgqueue.job import Lease
 from pgqueue.log import say
@@ -21,8 +21,13 @@ from pgqueue.worker.link import Link
 logger = logging.getLogger("pgqueue.worker")
 
 RECONCILE_AFTER = 10.0
+TICK_EVERY = 1.0
+"""However rarely the worker polls: nobody is told of jobs that are due in a while, nor, without NOTIFY, of cancelled
+ones."""
 TICK_PAUSE = 0.05
 """However often it is woken, it asks no more often than this."""
+REPRIEVE = 4.0
+"""After an outage nobody is dead yet: so long has everybody to come back and send a heartbeat."""
 PRUNE_EVERY = 600.0
 
 
@@ -51,6 +56,7 @@ class Janitor:
         """Told when there may be something to claim."""
         self.due = promote.DueFloor()
         self.wake = asyncio.Event()
+        self._away = False
         self._next_due: float | None = None
         self._next_rescue = 0.0
         self._next_sweep = 0.0
@@ -69,11 +75,12 @@ class Janitor:
             try:
                 await self.run_once(await self.link.get())
             except (psycopg.Error, OSError) as error:
+                self._away = self._away or is_outage(error)
                 await self.link.failed(error, "rescue and promotion wait until the database is back")
             await self._sleep()
 
     async def _sleep(self) -> None:
-        seconds = self.poll_interval
+        seconds = min(self.poll_interval, TICK_EVERY)
         if self._next_due is not None:
             seconds = min(seconds, max(0.0, self._next_due - time.monotonic()))
         await asyncio.sleep(min(TICK_PAUSE, seconds))
@@ -102,12 +109,15 @@ class Janitor:
             self.cancel(tick.cancelled)
         if tick.parked:
             self.ready()
+        if self._away:
+            self._away = False
+            self._next_rescue = now + REPRIEVE
         if now >= self._next_rescue:
             self._next_rescue = now + self.rescue_interval * random.uniform(0.8, 1.0)
             await self._rescue(conn)
         if now >= self._next_reconcile:
             self._next_reconcile = now + RECONCILE_AFTER
-            await self._reconcile(conn)
+            await self.reconcile(conn, RECONCILE_AFTER)
         if now >= self._next_prune:
             self._next_prune = now + PRUNE_EVERY * random.uniform(0.8, 1.2)
             await prune.make_partitions(conn)
@@ -131,9 +141,10 @@ class Janitor:
             say(logger, logging.WARNING, "jobs.rescued", text, jobs=rescued.jobs, poisoned=rescued.poisoned)
             self.ready()
 
-    async def _reconcile(self, conn: Connection) -> None:
-        """A claim whose answer was lost left jobs that nobody runs; as this worker lives, nobody would rescue them."""
-        leases = await workers.claimed_by(conn, self.worker_id, RECONCILE_AFTER)
+    async def reconcile(self, conn: Connection, age: float) -> None:
+        """A claim whose answer was lost left jobs that nobody runs; as this worker lives, nobody would rescue them.
+        Whoever claims may ask about leases of any age; for others the last answer may still be under way."""
+        leases = await workers.claimed_by(conn, self.worker_id, age)
         known = self.known()
         strangers = [Lease(lease.id, lease.lease_token) for lease in leases if lease.id not in known]
         if strangers and (released := await finish.release(conn, strangers)):

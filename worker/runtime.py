@@ -15,6 +15,8 @@ import socket
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
 from uuid import uuid4
@@ -149,7 +151,12 @@ class Runtime:
         )
         self.finisher = Finisher(Link(self.dsn, f"pgqueue-finish {name}"), self.janitor.due_in, self.once.remember)
         self.claimer = Claimer(
-            Link(self.dsn, f"pgqueue-claim {name}"), self.who, self.slots, self.finisher, self.settings.poll_interval
+            Link(self.dsn, f"pgqueue-claim {name}"),
+            self.who,
+            self.slots,
+            self.finisher,
+            self.settings.poll_interval,
+            partial(self.janitor.reconcile, age=0),
         )
         self.listener = Listener(
             self.settings.listen_url or self.dsn, workers.channel(self.worker.id), self._heard, f"pgqueue-listen {name}"
@@ -233,6 +240,7 @@ class Runtime:
 
     async def _shut_down(self, tasks: list[asyncio.Task[Any]]) -> None:
         deadline = time.monotonic() + self._grace()
+        end = time.monotonic() + max(self.settings.shutdown_grace, 1.0)
         self.stopping = True
         self.claimer.stop()
         claimer = next(task for task in tasks if task.get_name() == "claimer")
@@ -252,7 +260,7 @@ class Runtime:
             self.finisher.put(Lease(job.id, lease_token), job)
         finisher = next(task for task in tasks if task.get_name() == "finisher")
         self.finisher.stop()
-        await asyncio.wait([finisher], timeout=max(1.0, deadline + MARGIN - time.monotonic()))
+        await asyncio.wait([finisher], timeout=max(0.5, end - 1.0 - time.monotonic()))
         if len(self.finisher):
             text = f"{len(self.finisher)} outcomes could not be written: their jobs will be rescued"
             say(logger, logging.ERROR, "worker.unwritten", text)
@@ -260,13 +268,15 @@ class Runtime:
         for task in tasks:
             task.cancel()
         # A coroutine that ignores its cancellation is left behind, too.
-        await asyncio.wait(tasks, timeout=0.5)
-        await self._retire()
-        await self.once.close()
-        await self.host.close()
+        await asyncio.wait(tasks, timeout=0.2)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.2, end - 0.2 - time.monotonic())):
+                await self._retire()
+                await self.once.close()
+                await self.host.close()
+                for link in (self.claimer.link, self.finisher.link, self.janitor.link):
+                    await link.close()
         self.executors.close()
-        for link in (self.claimer.link, self.finisher.link, self.janitor.link):
-            await link.close()
         say(
             logger,
             logging.INFO,
@@ -278,12 +288,9 @@ class Runtime:
 
     async def _retire(self) -> None:
         try:
-            async with asyncio.timeout(2):
-                conn = await self.finisher.link.get()
-                await workers.retire(
-                    conn, self.worker.id, completed=self.finisher.completed, failed=self.finisher.failed
-                )
-        except (psycopg.Error, OSError, TimeoutError):
+            conn = await self.finisher.link.get()
+            await workers.retire(conn, self.worker.id, completed=self.finisher.completed, failed=self.finisher.failed)
+        except (psycopg.Error, OSError):
             return  # its lease runs out by itself
 
     # Jobs
