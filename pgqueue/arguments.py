@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NoReturn, NotRequired, Union, get_args, get_origin, get_type_hints
 
 from pydantic import (
@@ -50,6 +50,7 @@ class Arguments:
                     f"{type}: {parameter.name} is positional-only, but arguments come by name from the payload"
                 )
         self.signature = signature.replace(parameters=parameters)
+        self.names = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
         self.whole = [parameter.name for parameter in parameters] == [WHOLE]
         self._empty = not parameters
         self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
@@ -111,6 +112,18 @@ class Arguments:
             return _validate_json(self._adapter, text)
         except Exception:
             raise Undecodable(told(first)) from first
+
+    def values(self, arguments: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+        """These of the decoded arguments, or their defaults, each as JSON text in which equal values look equal."""
+        try:
+            if self.whole:
+                dumped = {WHOLE: self._adapter.dump_python(arguments[WHOLE], mode="json", warnings=False)}
+            else:
+                given = {**self.defaults, **arguments}
+                dumped = self._adapter.dump_python(given, mode="json", by_alias=False, warnings=False)
+            return [json.dumps(dumped.get(name), sort_keys=True) for name in names]
+        except Exception as error:
+            raise Undecodable(f"{type(error).__name__} while the arguments were compared: {error}") from error
 
     def decode_result(self, text: str) -> Any:
         """A stored result as the handler's annotation has it."""

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime, timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypedDict, TypeVar, Unpack
-
-from pydantic_core import to_jsonable_python
 
 from pgqueue import callers, enqueue
 from pgqueue.arguments import Arguments
@@ -93,7 +90,7 @@ class JobType(Generic[P, R]):
         self.tags = list(tags)
         self.arguments = Arguments(fn, self.name)
         self.once_per = tuple(once_per)
-        if unknown := set(self.once_per) - set(self.arguments.signature.parameters):
+        if unknown := set(self.once_per) - set(self.arguments.names):
             raise TypeError(
                 f"{self.name}: once_per names {', '.join(sorted(unknown))}, which the handler does not take"
             )
@@ -120,12 +117,12 @@ class JobType(Generic[P, R]):
         return _find, (self.__module__, self.__qualname__, self.name)
 
     def effect(self, job_id: int, arguments: Mapping[str, Any]) -> Effect:
-        """What must happen once: for all jobs with the same values of `once_per`, else for this job."""
+        """What must happen once: for all jobs with the same values of `once_per`, else for this job. Raises Undecodable
+        if an argument has no JSON form by which it could be told from others."""
         if not self.once_per:
             return Effect(f"job:{job_id}", self.at_most_once, self.once_ttl)
-        values = [arguments.get(name, self.arguments.defaults.get(name)) for name in self.once_per]
-        parts = [json.dumps(to_jsonable_python(value), sort_keys=True) for value in values]
-        return Effect(effect_key(self.name, *parts), self.at_most_once, self.once_ttl)
+        key = effect_key(self.name, *self.arguments.values(arguments, self.once_per))
+        return Effect(key, self.at_most_once, self.once_ttl)
 
     def json_schema(self) -> dict[str, Any]:
         """The JSON Schema of the payload."""
