@@ -89,9 +89,10 @@ async def begin_effect(conn: Connection, lease: Lease, effect: Effect) -> Standi
     return Standing.BUSY if alive else Standing.UNSETTLED
 
 
-async def effect_done(conn: Connection, id: int, effect: Effect, result: str | None) -> None:
+async def effect_done(conn: Connection, id: int, effect: Effect, result: str | None) -> bool:
+    """False: another job has taken it over."""
     parameters = {"id": id, "key": effect.key, "ttl": effect.ttl, "result": result}
-    await conn.execute(SQL.effect_done, parameters, prepare=False)
+    return await (await conn.execute(SQL.effect_done, parameters, prepare=False)).fetchone() is not None
 
 
 async def effect_undone(conn: Connection, id: int, effect: Effect) -> None:

@@ -20,6 +20,7 @@ from pgqueue.finish import Cancelled, Completed, Failed, Snoozed, Written
 from pgqueue.idempotency import Effect
 from pgqueue.job import Lease
 from pgqueue.outcome import (
+    BadResult,
     InDoubt,
     JobAbandoned,
     JobCancelled,
@@ -92,6 +93,7 @@ async def run(
     failpoint("attempt.before")
     try:
         payload, arguments = handler.decode(job.payload)
+        effect = handler.effect(job.id, arguments) if handler.has_effect else None
     except Undecodable as error:
         return failed(job, lease_token, threads, started, error, handler.retry), None
     ctx = Context(
@@ -108,12 +110,12 @@ async def run(
         threads=threads,
         started=started,
     )
-    if handler.has_effect:
-        ctx._effect = handler.effect(job.id, arguments)
+    if effect is not None:
+        ctx._effect = effect
         if handler.once_per:
             # Whoever takes a key from one of these jobs must know the others by it, too.
-            ctx.idempotency_key = ctx._effect.key
-        if (outcome := await executors.once.begin(job, lease_token, threads, ctx._effect)) is not None:
+            ctx.idempotency_key = effect.key
+        if (outcome := await executors.once.begin(job, lease_token, threads, effect)) is not None:
             return outcome, None
     attempt = running[job.id] = Attempt(job, ctx, task)
     try:
@@ -147,21 +149,22 @@ async def outcome_of(
         if attempt.task.cancelling():
             raise
         if ctx._stop is not None:
-            return stopped(ctx, ctx._stop)
+            return stopped(job, ctx, ctx._stop, handler, unsure=handler.at_most_once)
         if ctx._written:
             return written(ctx)
         # Nobody cancelled it: it waited for something of its own that was.
         return failed(job, ctx.lease_token, ctx.threads, ctx.started, error, handler.retry)
     except (JobCancelled, JobAbandoned) as why:
-        return stopped(ctx, why)
+        # Raised by ctx.check(), it is the handler's word that nothing has happened yet.
+        return stopped(job, ctx, why, handler, unsure=handler.at_most_once and ctx._stop is None)
     except LeaseLost:
-        return Lease(ctx.id, ctx.lease_token)
+        return written(ctx) if ctx._written else Lease(ctx.id, ctx.lease_token)
     except BaseException as error:  # a handler that calls sys.exit() fails; it does not take the worker along
         if ctx._written:
             text = f"job {ctx.id} {ctx.type} was completed by its transaction; its handler failed after that"
             logger.warning(text, exc_info=error)
             return written(ctx)
-        if handler.at_most_once and isinstance(error, JobTimeout | ChildDied):
+        if handler.at_most_once and isinstance(error, JobTimeout | ChildDied | BadResult):
             error = InDoubt(f"{said(error)}; nobody knows whether it had its effect")
         return failed(job, ctx.lease_token, ctx.threads, ctx.started, error, handler.retry)
 
@@ -207,9 +210,15 @@ def wrapped(
     return lambda: middleware(ctx, call)
 
 
-def stopped(ctx: Context, why: BaseException) -> Outcome:
+def stopped(job: Claimed, ctx: Context, why: BaseException, handler: JobType[..., Any], *, unsure: bool) -> Outcome:
     if ctx._written:
         return written(ctx)
+    if unsure and isinstance(why, JobCancelled):
+        error = InDoubt(f"{said(why)} while it ran; nobody knows whether it had its effect")
+        return failed(job, ctx.lease_token, ctx.threads, ctx.started, error, handler.retry)
+    if unsure:
+        # Nothing is said about the effect: the next attempt will find that it began.
+        ctx._effect = None
     if isinstance(why, JobCancelled):
         return Cancelled(
             ctx.id, ctx.lease_token, ctx.started, time.monotonic(), ctx.threads, clean(str(why), 1000) or None

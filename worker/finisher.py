@@ -59,7 +59,7 @@ async def settle(conn: Connection, outcome: Outcome, effect: Effect) -> dict[int
             done = await end(conn, [outcome])
             if done and isinstance(outcome, Completed):
                 await idempotency.effect_done(conn, outcome.id, effect, outcome.result)
-            elif done and isinstance(outcome, Failed | Snoozed) and getattr(outcome, "reason", None) != "in_doubt":
+            elif done and not isinstance(outcome, Written) and getattr(outcome, "reason", None) != "in_doubt":
                 # The handler itself said that it did not do it.
                 await idempotency.effect_undone(conn, outcome.id, effect)
             return done

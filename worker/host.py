@@ -46,6 +46,8 @@ class WorkerHost:
         self._progress: dict[int, tuple[str, dict[str, Any]]] = {}
         self._flushing: asyncio.TimerHandle | None = None
         self._flushes: set[asyncio.Task[None]] = set()
+        self._undisturbed: set[int] = set()
+        """Jobs in transactions that could not complete them if somebody else wrote to their rows meanwhile."""
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
@@ -87,7 +89,9 @@ class WorkerHost:
         task.add_done_callback(self._flushes.discard)
 
     async def _flush(self) -> None:
-        reported, self._progress = self._progress, {}
+        reported = {id: self._progress.pop(id) for id in set(self._progress) - self._undisturbed}
+        if self._progress:
+            self._plan_flush()
         try:
             async with self.connection() as conn:
                 for id, (token, progress) in reported.items():
@@ -137,19 +141,21 @@ class WorkerHost:
     @asynccontextmanager
     async def transaction(self, ctx: Context, isolation: str | None) -> AsyncIterator[Connection]:
         begin = transactions.begin(isolation)
-        async with self.connection() as conn:
-            await conn.execute(begin)
-            try:
-                failpoint("tx.begun")
-                yield conn
-                failpoint("tx.body_done")
-                await transactions.complete(conn, ctx)
-                failpoint("tx.completed")
-            except BaseException:
-                with suppress(psycopg.Error):  # a broken connection has rolled back already
-                    await conn.execute("ROLLBACK")
-                raise
-            await self._commit(conn, ctx)
+        with self._undisturbed_by_us(ctx, begin):
+            await self._flushed(ctx)
+            async with self.connection() as conn:
+                await conn.execute(begin)
+                try:
+                    failpoint("tx.begun")
+                    yield conn
+                    failpoint("tx.body_done")
+                    await transactions.complete(conn, ctx)
+                    failpoint("tx.completed")
+                except BaseException:
+                    with suppress(psycopg.Error):  # a broken connection has rolled back already
+                        await conn.execute("ROLLBACK")
+                    raise
+                await self._commit(conn, ctx)
 
     async def _commit(self, conn: Connection, ctx: Context) -> None:
         """Commits, whatever happens meanwhile; when it cannot be known whether it did, the database is asked."""
@@ -186,9 +192,25 @@ class WorkerHost:
                 await asyncio.sleep(0.2)
 
     @contextmanager
+    def _undisturbed_by_us(self, ctx: Context, begin: str) -> Iterator[None]:
+        """Progress waits while the handler holds a snapshot that must not grow old."""
+        if begin != transactions.BEGIN["read committed"]:
+            self._undisturbed.add(ctx.id)
+        try:
+            yield
+        finally:
+            self._undisturbed.discard(ctx.id)
+
+    async def _flushed(self, ctx: Context) -> None:
+        if ctx.id in self._undisturbed and self._flushes:
+            await asyncio.wait(self._flushes)
+
+    @contextmanager
     def transaction_sync(self, ctx: Context, isolation: str | None) -> Iterator[psycopg.Connection[Any]]:
         begin = transactions.begin(isolation)
-        with psycopg.connect(self.dsn, autocommit=True, prepare_threshold=None, **CONNECT) as conn:
+        connected = psycopg.connect(self.dsn, autocommit=True, prepare_threshold=None, **CONNECT)
+        with self._undisturbed_by_us(ctx, begin), connected as conn:
+            self._from_thread(self._flushed(ctx))
             conn.execute(begin)
             try:
                 failpoint("tx.begun")

@@ -34,8 +34,8 @@ async def complete(conn: Connection, ctx: Context) -> None:
     job = completed(ctx)
     if not await finish.complete_in(conn, job):
         raise LeaseLost(f"the lease on job {ctx.id} is lost")
-    if ctx._effect is not None:
-        await idempotency.effect_done(conn, ctx.id, ctx._effect, job.result)
+    if ctx._effect is not None and not await idempotency.effect_done(conn, ctx.id, ctx._effect, job.result):
+        raise taken_over(ctx)
 
 
 def complete_sync(conn: psycopg.Connection[Any], ctx: Context) -> None:
@@ -45,7 +45,12 @@ def complete_sync(conn: psycopg.Connection[Any], ctx: Context) -> None:
         raise LeaseLost(f"the lease on job {ctx.id} is lost")
     if (effect := ctx._effect) is not None:
         parameters = {"id": ctx.id, "key": effect.key, "ttl": effect.ttl, "result": job.result}
-        conn.execute(SQL.effect_done, parameters, prepare=False)
+        if conn.execute(SQL.effect_done, parameters, prepare=False).fetchone() is None:
+            raise taken_over(ctx)
+
+
+def taken_over(ctx: Context) -> LeaseLost:
+    return LeaseLost(f"another job has taken over the effect of job {ctx.id}")
 
 
 def completed(ctx: Context) -> Completed:

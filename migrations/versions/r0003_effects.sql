@@ -33,7 +33,10 @@ BEGIN
         DELETE FROM pgqueue.effects e WHERE e.job_id = job.id AND e.done_at IS NULL;
         PERFORM pgqueue.retry_job(job.id, resolve_job.reason);
     ELSE
-        UPDATE pgqueue.effects e SET done_at = clock_timestamp(), result = resolve_job.result
+        -- It is remembered for as long as if it had been done now: others may have waited all the while.
+        UPDATE pgqueue.effects e
+        SET done_at = clock_timestamp(), result = resolve_job.result,
+            expires_at = clock_timestamp() + (e.expires_at - e.begun_at)
         WHERE e.job_id = job.id AND e.done_at IS NULL;
         DELETE FROM pgqueue.jobs_failed j WHERE j.id = job.id;
         job.status := 'completed';

@@ -1,6 +1,6 @@
 -- Takes the right to an effect for a running job, and says how the effect stands if another has it.
 -- One that is done and past its time may be done anew; one whose job is gone may be taken over, unless it must not happen
--- twice: then nobody knows whether it happened.
+-- twice: then nobody knows whether it happened. A job that began after this statement did is gone only to its snapshot.
 WITH lease AS MATERIALIZED (
     SELECT j.id FROM pgqueue.jobs_live j WHERE j.id = %(id)s AND j.lease_token = %(lease_token)s::uuid FOR UPDATE
 ), taken AS (
@@ -10,7 +10,7 @@ WITH lease AS MATERIALIZED (
         SET job_id = excluded.job_id, begun_at = excluded.begun_at, expires_at = excluded.expires_at, done_at = NULL,
             result = NULL
         WHERE e.done_at IS NOT NULL AND e.expires_at <= clock_timestamp()
-           OR e.done_at IS NULL AND NOT %(at_most_once)s AND e.job_id <> excluded.job_id
+           OR e.done_at IS NULL AND NOT %(at_most_once)s AND e.job_id <> excluded.job_id AND e.begun_at < statement_timestamp()
               AND NOT EXISTS (SELECT FROM pgqueue.jobs_live j WHERE j.id = e.job_id)
     RETURNING e.key
 )
