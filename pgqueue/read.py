@@ -77,6 +77,13 @@ async def list_failed(
     return await _jobs(conn, SQL.list_failed, {"finished_at": finished_at, "id": id, "limit": limit, "offset": offset})
 
 
+async def still_live(conn: Connection, ids: Sequence[int]) -> set[int]:
+    """Those of the jobs that have not ended."""
+    with translated():
+        cursor = await conn.execute(SQL.still_live, {"ids": list(ids)}, prepare=False)
+        return {id for (id,) in await cursor.fetchall()}
+
+
 async def list_attempts(conn: Connection, id: int) -> list[Attempt]:
     with translated():
         cursor = await conn.execute(SQL.list_attempts, {"id": id}, prepare=False, binary=True)

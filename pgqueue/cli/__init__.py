@@ -12,9 +12,12 @@ ERROR, UNREACHABLE, CHECK_FAILED = 1, 7, 8
 
 COMMANDS = {
     "up": "Start everything here, and stop it with Ctrl-C.",
+    "api": "Serve the HTTP API.",
     "worker": "Claim jobs and run them.",
     "jobs": "Look at jobs and act on them.",
     "migrate": "Create and change the schema in the database.",
+    "token": "Make tokens for the HTTP API.",
+    "users": "Accounts for /login of the HTTP API.",
     "config": "Show every setting and where it comes from.",
 }
 

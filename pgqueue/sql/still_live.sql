@@ -1,0 +1,1 @@
+SELECT j.id FROM pgqueue.jobs_live j WHERE j.id = ANY (%(ids)s::bigint[])
