@@ -42,7 +42,7 @@ class Arena:
         sink.mkdir()
         await asyncio.to_thread(self._execute, f"CREATE DATABASE {name} TEMPLATE {TEMPLATE}")
         try:
-            conn = await psycopg.AsyncConnection.connect(self.dsn(name), autocommit=True, row_factory=dict_row)
+            conn = await psycopg.AsyncConnection.connect(self.dsn(name), autocommit=True)
             async with conn:
                 yield Place(self.dsn(name), conn, Sink(str(sink)))
         finally:
@@ -54,7 +54,7 @@ class Arena:
 
 
 class Place:
-    def __init__(self, dsn: str, conn: "psycopg.AsyncConnection[dict[str, Any]]", sink: Sink) -> None:
+    def __init__(self, dsn: str, conn: psycopg.AsyncConnection, sink: Sink) -> None:
         self.dsn = dsn
         self.conn = conn
         self.sink = sink
@@ -64,7 +64,8 @@ class Place:
         return {"SINK": str(self.sink.folder)}
 
     async def rows(self, query: str, *parameters: Any) -> list[dict[str, Any]]:
-        return await (await self.conn.execute(query.encode(), parameters)).fetchall()
+        async with self.conn.cursor(row_factory=dict_row) as cursor:
+            return await (await cursor.execute(query.encode(), parameters)).fetchall()
 
     async def value(self, query: str, *parameters: Any) -> Any:
         found = await self.rows(query, *parameters)

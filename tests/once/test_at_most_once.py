@@ -1,0 +1,270 @@
+"""What becomes of a job that must not have its effect twice, by how its handler ends; in a worker inside the test."""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from pgqueue import Context, InDoubt, PgQueue, Snooze, control
+from pgqueue.job import Status
+from pgqueue.outcome import Retry
+from pgqueue.worker.runtime import Runtime
+from tests.once.arena import ENDED, Arena, Place
+from tests.once.inside import worker_inside
+
+QUICK = Retry(max_attempts=3, base=0.01, jitter=0)
+
+children = PgQueue()
+
+
+@children.job("dies", executor="process", at_most_once=True, retry=QUICK)
+def dies() -> None:
+    os._exit(3)
+
+
+@children.job("bad result", executor="process", at_most_once=True, retry=QUICK)
+def bad_result() -> object:
+    return object()
+
+
+@asynccontextmanager
+async def running(
+    arena: Arena, handler: Callable[..., Any], **options: Any
+) -> AsyncIterator[tuple[Place, Runtime, list[int]]]:
+    """A worker with this handler, at most once for each value of `key`, and two jobs with the same key."""
+    app = PgQueue()
+    app.job("t", once_per=["key"], at_most_once=True, **{"retry": QUICK} | options)(handler)
+    async with arena.place() as place:
+        ids = [await place.add("t", {"key": "k"}, max_attempts=3) for _ in range(2)]
+        async with worker_inside(app, place.dsn, threads=2) as runtime:
+            yield place, runtime, ids
+
+
+async def fates(place: Place) -> list[tuple[str, str | None]]:
+    rows = await place.rows("SELECT status::text, reason FROM pgqueue.jobs ORDER BY id")
+    return sorted((row["status"], row["reason"]) for row in rows)
+
+
+async def first_ended(place: Place) -> dict[str, Any]:
+    """The job that had the effect to itself, once it has ended."""
+    deadline = time.monotonic() + 20
+    query = "SELECT * FROM pgqueue.jobs WHERE status::text = ANY(%s)"
+    while not (ended := await place.rows(query, list(ENDED))):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+    return ended[0]
+
+
+async def test_an_ordinary_error_means_that_it_did_not_happen(arena: Arena) -> None:
+    calls = []
+
+    async def handler(ctx: Context, key: str) -> str:
+        calls.append(ctx.attempt)
+        if len(calls) < 3:
+            raise ValueError("not yet")
+        return "done"
+
+    async with running(arena, handler) as (place, _, ids):
+        jobs = await place.ended(*ids)
+        assert len(calls) == 3
+        assert [job["result"] for job in jobs] == ["done", "done"]
+        assert sum(str(job["reason"]).startswith("duplicate of job") for job in jobs) == 1
+
+
+async def test_a_snooze_as_well(arena: Arena) -> None:
+    calls = []
+
+    async def handler(key: str) -> Snooze | str:
+        calls.append(key)
+        return Snooze(0.01) if len(calls) == 1 else "done"
+
+    async with running(arena, handler) as (place, _, ids):
+        assert [job["result"] for job in await place.ended(*ids)] == ["done", "done"]
+        assert len(calls) == 2
+
+
+async def test_a_handler_may_say_that_it_does_not_know(arena: Arena) -> None:
+    calls = []
+
+    async def handler(key: str) -> None:
+        calls.append(key)
+        raise InDoubt("the provider went away")
+
+    async with running(arena, handler) as (place, _, ids):
+        job = await first_ended(place)
+        assert (job["status"], job["reason"], job["error"]) == ("failed", "in_doubt", "the provider went away")
+        await asyncio.sleep(0.3)
+        assert len(calls) == 1
+        # The other job waits for the answer, and is not charged for it.
+        [other] = [await place.job(id) for id in ids if id != job["id"]]
+        assert other["status"] not in ENDED
+        assert other["attempt"] == 0
+
+
+@pytest.mark.parametrize("executor", ["async", "thread"])
+async def test_a_timeout_leaves_a_doubt(arena: Arena, executor: str) -> None:
+    calls = []
+
+    async def in_loop(key: str) -> None:
+        calls.append(key)
+        await asyncio.sleep(30)
+
+    def in_thread(ctx: Context, key: str) -> None:
+        calls.append(key)
+        for _ in range(500):
+            time.sleep(0.02)
+            ctx.check()
+
+    async with running(arena, in_loop if executor == "async" else in_thread, timeout=0.2) as (place, _, _ids):
+        assert (await first_ended(place))["reason"] == "in_doubt"
+        assert len(calls) == 1
+
+
+@pytest.mark.parametrize("executor", ["async", "thread"])
+async def test_a_result_that_cannot_be_stored_leaves_a_doubt(arena: Arena, executor: str) -> None:
+    """The handler has returned, so it has had its effect: no other job may have it again."""
+    calls = []
+
+    async def in_loop(key: str) -> object:
+        calls.append(key)
+        return object()
+
+    def in_thread(key: str) -> object:
+        calls.append(key)
+        return object()
+
+    async with running(arena, in_loop if executor == "async" else in_thread) as (place, _, _ids):
+        assert (await first_ended(place))["reason"] == "in_doubt"
+        await asyncio.sleep(0.3)
+        assert len(calls) == 1
+
+
+async def test_a_result_that_postgres_refuses_leaves_a_doubt(arena: Arena) -> None:
+    calls = []
+
+    async def handler(key: str) -> int:
+        calls.append(key)
+        return 10**200_000
+
+    async with running(arena, handler) as (place, _, _ids):
+        assert (await first_ended(place))["reason"] == "in_doubt"
+        await asyncio.sleep(0.3)
+        assert len(calls) == 1
+
+
+@pytest.mark.parametrize("type", ["dies", "bad result"])
+async def test_a_child_process_that_dies_leaves_a_doubt(arena: Arena, type: str) -> None:
+    async with arena.place() as place:
+        id = await place.add(type, {})
+        async with worker_inside(children, place.dsn, threads=1):
+            [job] = await place.ended(id)
+        assert (job["status"], job["reason"], job["attempt"]) == ("failed", "in_doubt", 1)
+
+
+async def test_cut_off_by_a_cancellation_it_is_in_doubt(arena: Arena) -> None:
+    """Cancelled, it would hold its key for ever, and nobody would be told."""
+    began = asyncio.Event()
+
+    async def handler(key: str) -> None:
+        began.set()
+        await asyncio.sleep(30)
+
+    async with running(arena, handler) as (place, runtime, _):
+        await began.wait()
+        [id] = runtime.running
+        assert await control.cancel_job(place.conn, id) is Status.RUNNING
+        job = await first_ended(place)
+        assert (job["id"], job["reason"]) == (id, "in_doubt")
+
+
+async def test_cancelled_at_a_check_it_has_not_happened(arena: Arena) -> None:
+    calls = []
+    began, cancelled = threading.Event(), threading.Event()
+
+    def handler(ctx: Context, key: str) -> str:
+        began.set()
+        cancelled.wait(10)
+        ctx.check()
+        calls.append(key)
+        return "done"
+
+    async with running(arena, handler) as (place, runtime, ids):
+        assert await asyncio.to_thread(began.wait, 10)
+        [id] = runtime.running
+        await control.cancel_job(place.conn, id)
+        while runtime.running[id].ctx._stop is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        cancelled.set()
+        await place.ended(*ids)
+        assert await fates(place) == [("cancelled", "cancelled"), ("completed", None)]
+        assert len(calls) == 1
+
+
+async def test_given_back_at_a_check_it_runs_again(arena: Arena) -> None:
+    """A worker that stops leaves no doubt behind if the handler says that it had not begun."""
+    calls = []
+    began, go_on = threading.Event(), threading.Event()
+
+    def handler(ctx: Context, key: str) -> None:
+        began.set()
+        go_on.wait(10)
+        ctx.check()
+        calls.append(key)
+
+    app = PgQueue()
+    app.job("t", at_most_once=True)(handler)
+    async with arena.place() as place:
+        id = await place.add("t", {"key": "k"})
+        async with worker_inside(app, place.dsn, shutdown_grace=4.0) as runtime:
+            assert await asyncio.to_thread(began.wait, 10)
+            runtime.stop()
+            runtime.stop()
+            while runtime.running[id].ctx._stop is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            go_on.set()
+        assert (await place.job(id))["status"] == "pending"
+        assert calls == []
+        async with worker_inside(app, place.dsn):
+            [job] = await place.ended(id)
+        assert (job["status"], job["attempt"]) == ("completed", 1)
+        assert calls == ["k"]
+
+
+async def test_cut_off_by_a_worker_that_stops_it_is_in_doubt(arena: Arena) -> None:
+    began = asyncio.Event()
+
+    async def handler(key: str) -> None:
+        began.set()
+        await asyncio.sleep(30)
+
+    app = PgQueue()
+    app.job("t", at_most_once=True)(handler)
+    async with arena.place() as place:
+        id = await place.add("t", {"key": "k"})
+        async with worker_inside(app, place.dsn):
+            await began.wait()
+        assert (await place.job(id))["status"] == "pending"
+        async with worker_inside(app, place.dsn):
+            [job] = await place.ended(id)
+        assert (job["status"], job["reason"]) == ("failed", "in_doubt")
+
+
+async def test_a_step_that_was_kept_is_not_repeated(arena: Arena) -> None:
+    calls: list[str] = []
+
+    async def handler(ctx: Context, key: str) -> list[int]:
+        one = await ctx.step("one", lambda: calls.append("one") or 1)
+        if ctx.attempt == 1:
+            raise ValueError("between the steps")
+        two = await ctx.step("two", lambda: calls.append("two") or 2)
+        return [one, two]
+
+    async with running(arena, handler) as (place, _, ids):
+        assert [job["result"] for job in await place.ended(*ids)] == [[1, 2], [1, 2]]
+        # The steps are the job's: a duplicate has none to repeat.
+        assert calls == ["one", "two"]
