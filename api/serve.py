@@ -21,11 +21,17 @@ logger = logging.getLogger("pgqueue.api")
 
 
 class Server(uvicorn.Server):
-    """Tells those who wait at the first signal, so that they do not keep the process."""
+    """Says when it serves, and tells those who wait at the first signal, so that they do not keep the process."""
 
-    def __init__(self, config: uvicorn.Config, state: State) -> None:
+    def __init__(self, config: uvicorn.Config, state: State, where: str) -> None:
         super().__init__(config)
         self._state = state
+        self._where = where
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        mode = "; dev mode: /submit_job, /jobs and /db/jobs need no token" if self._state.settings.dev else ""
+        say(logger, logging.INFO, "api.started", f"listening on {self._where}{mode}", url=self._where)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._state.stopping.set()
@@ -56,11 +62,9 @@ def serve(settings: Settings, dsn: str, host: str, port: int) -> None:
             lifespan="on",
         )
         where = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-        mode = "; dev mode: /submit_job, /jobs and /db/jobs need no token" if settings.dev else ""
-        say(logger, logging.INFO, "api.started", f"listening on {where}{mode}", url=where)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        Server(config, state).run([listener])
+        Server(config, state, where).run([listener])
         say(logger, logging.INFO, "api.stopped", "stopped")
     finally:
         listener.close()

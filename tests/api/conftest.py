@@ -99,7 +99,7 @@ class Api(Client):
 @contextmanager
 def served(settings: Settings, dsn: str) -> Iterator[Api]:
     app = create_app(settings, dsn)
-    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, lifespan="on")
+    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, server_header=False, lifespan="on")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -146,8 +146,9 @@ class Process:
         self._until = until
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
-        assert self._ready.wait(30), self.log
-        assert self.process.poll() is None or until in self.log, self.log
+        if not self._ready.wait(30) or until not in self.log:
+            self.end(signal.SIGKILL)
+            pytest.fail(f"it did not start: {self.log}")
 
     def _read(self) -> None:
         assert self.process.stderr
