@@ -230,7 +230,7 @@ BEGIN
     RETURN job.status;
 END $$;
 
-CREATE FUNCTION pgqueue.claim_jobs(queues text[], priorities integer[], floors bigint[], types text[], threads integer, largest integer, max_jobs integer, worker_id uuid, lease_token uuid) RETURNS TABLE(id bigint, queue text, type text, payload text, priority integer, seq bigint, thread_demand integer, timeout double precision, max_attempts integer, attempt integer, lost integer, idempotency_key text, parked boolean)
+CREATE FUNCTION pgqueue.claim_jobs(queues text[], priorities integer[], floors bigint[], types text[], threads integer, max_jobs integer, worker_id uuid, lease_token uuid) RETURNS TABLE(id bigint, queue text, type text, payload text, priority integer, seq bigint, thread_demand integer, timeout double precision, max_attempts integer, attempt integer, lost integer, idempotency_key text, parked boolean)
     LANGUAGE plpgsql
     SET search_path TO 'pg_catalog', 'pg_temp'
     SET plan_cache_mode TO 'force_generic_plan'
@@ -257,7 +257,14 @@ BEGIN
         CROSS JOIN LATERAL (
             SELECT j.ctid AS place,
                    (claim_jobs.types IS NULL OR j.type = ANY (claim_jobs.types))
-                   AND (j.thread_demand <= claim_jobs.threads OR j.thread_demand > claim_jobs.largest) AS fits
+                   AND (j.thread_demand <= claim_jobs.threads OR NOT EXISTS (
+                       -- One who knows it and is large enough; only asked for a job that is too large for this worker.
+                       SELECT FROM pgqueue.workers w
+                       WHERE w.threads >= j.thread_demand AND w.expires_at > statement_timestamp()
+                         AND w.stopped_at IS NULL AND NOT w.draining
+                         AND (w.queues IS NULL OR j.queue = ANY (w.queues))
+                         AND (w.types IS NULL OR j.type = ANY (w.types))
+                   )) AS fits
             FROM pgqueue.jobs_live j
             WHERE j.status = 'pending' AND NOT j.parked
               AND j.queue = l.queue AND j.priority = l.priority AND j.seq >= coalesce(l.floor, 0)
@@ -1427,8 +1434,8 @@ REVOKE ALL ON FUNCTION pgqueue.cancel_job(job_id bigint, reason text) FROM PUBLI
 GRANT ALL ON FUNCTION pgqueue.cancel_job(job_id bigint, reason text) TO pgqueue_operator;
 GRANT ALL ON FUNCTION pgqueue.cancel_job(job_id bigint, reason text) TO pgqueue_api;
 
-REVOKE ALL ON FUNCTION pgqueue.claim_jobs(queues text[], priorities integer[], floors bigint[], types text[], threads integer, largest integer, max_jobs integer, worker_id uuid, lease_token uuid) FROM PUBLIC;
-GRANT ALL ON FUNCTION pgqueue.claim_jobs(queues text[], priorities integer[], floors bigint[], types text[], threads integer, largest integer, max_jobs integer, worker_id uuid, lease_token uuid) TO pgqueue_worker;
+REVOKE ALL ON FUNCTION pgqueue.claim_jobs(queues text[], priorities integer[], floors bigint[], types text[], threads integer, max_jobs integer, worker_id uuid, lease_token uuid) FROM PUBLIC;
+GRANT ALL ON FUNCTION pgqueue.claim_jobs(queues text[], priorities integer[], floors bigint[], types text[], threads integer, max_jobs integer, worker_id uuid, lease_token uuid) TO pgqueue_worker;
 
 REVOKE ALL ON FUNCTION pgqueue.complete_jobs(ids bigint[], tokens uuid[], results jsonb[], threads integer[], started_ago double precision[], ended_ago double precision[]) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.complete_jobs(ids bigint[], tokens uuid[], results jsonb[], threads integer[], started_ago double precision[], ended_ago double precision[]) TO pgqueue_worker;

@@ -66,8 +66,6 @@ class Claimant:
     """NULL in the database: all queues."""
     types: list[str] | None = None
     threads: int = 1
-    largest: int = 1
-    """The threads of the largest live worker: a job that wants more than that runs anywhere, with one."""
 
 
 @dataclass(slots=True)
@@ -181,7 +179,6 @@ async def take(conn: Connection, statement: LiteralString, who: Claimant, limit:
             **lanes,
             "types": who.types,
             "threads": who.threads,
-            "largest": who.largest,
             "limit": limit,
             "worker_id": who.worker_id,
             "lease_token": token,

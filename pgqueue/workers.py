@@ -31,8 +31,6 @@ class Pulse(NamedTuple):
     """What a heartbeat brings back."""
 
     draining: bool
-    largest: int
-    """The threads of the largest live worker."""
     notify_queue: float
     """How full PostgreSQL's notification queue is, 0 to 1."""
 

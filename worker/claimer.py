@@ -86,7 +86,7 @@ class Claimer:
         if self.mean_run is not None:
             ahead = min(LARGEST_BATCH, int(self.slots.threads * AHEAD / max(self.mean_run, 1e-6)))
             ahead = min(ahead, int(AHEAD_BYTES / self.mean_size))
-        wanted = self.slots.free + ahead - len(self.slots)
+        wanted = self.slots.room + ahead
         # Asking for a few at a time would cost a statement each.
         return wanted if wanted * 2 >= ahead else 0
 

@@ -136,9 +136,7 @@ class Runtime:
 
     def _assemble(self) -> None:
         name = self.worker.name
-        self.who = Claimant(
-            self.worker.id, self.worker.queues, self.worker.types, self.worker.threads, largest=self.worker.threads
-        )
+        self.who = Claimant(self.worker.id, self.worker.queues, self.worker.types, self.worker.threads)
         self.janitor = Janitor(
             Link(self.dsn, f"pgqueue-janitor {name}"),
             self.worker.id,
@@ -348,8 +346,8 @@ class Runtime:
             self.finisher.put(Lease(job.id, lease_token), job)
             return False
 
-    def _give_back_waiting(self) -> None:
-        for job, lease_token in self.slots.clear():
+    def _give_back_waiting(self, *, big: bool = True) -> None:
+        for job, lease_token in self.slots.clear(big=big):
             self.finisher.put(Lease(job.id, lease_token), job)
 
     async def _keep_house(self) -> None:
@@ -360,9 +358,9 @@ class Runtime:
             await asyncio.sleep(STALE_AFTER / 2)
             busy = not self.slots.free
             since = time.monotonic() - self._last_start
-            if busy and since > STALE_AFTER and (self.slots.small or len(self.slots.suspects) > 1):
+            if since > STALE_AFTER and (self.slots.small or len(self.slots.suspects) > 1):
                 self.claimer.mean_run = since
-                self._give_back_waiting()
+                self._give_back_waiting(big=False)
             if self.parent is not None and os.getppid() != self.parent and not self.stopping:
                 say(logger, logging.WARNING, "supervisor.died", "the supervisor is gone")
                 self.stop()
@@ -401,7 +399,6 @@ class Runtime:
         self.loop.call_soon_threadsafe(self._beat, pulse)
 
     def _beat(self, pulse: Pulse) -> None:
-        self.who.largest = max(pulse.largest, 1)
         if pulse.notify_queue > 0.5:
             text = f"PostgreSQL's notification queue is {pulse.notify_queue:.0%} full: some listener does not read"
             say(logger, logging.WARNING, "notify.filling", text)

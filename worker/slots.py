@@ -35,6 +35,13 @@ class Slots:
     def used(self) -> int:
         return self.threads - self.free
 
+    @property
+    def room(self) -> int:
+        """How many more jobs could start at once. The first big one that waits does not count: it may be passed, until
+        slots are kept for it."""
+        free = 0 if self._kept() else self.free
+        return free - len(self.small) - len(self.suspects) - max(0, len(self.big) - 1)
+
     def demand(self, job: Claimed) -> int:
         """What it gets: a demand that no worker can meet runs with one slot."""
         return job.thread_demand if job.thread_demand <= self.threads else 1
@@ -58,11 +65,11 @@ class Slots:
             self.suspect_runs = True
             return self._use(job, token)
         if self.big:
-            job, token, since = self.big[0]
+            job, token, _ = self.big[0]
             if self.demand(job) <= self.free and not (self.small and self.small[0][0].priority > job.priority):
                 self.big.popleft()
                 return self._use(job, token)
-            if time.monotonic() - since > PASS_FOR:
+            if self._kept():
                 return None
         if self.small:
             job, token = self.small.popleft()
@@ -77,12 +84,15 @@ class Slots:
         if slots > 1 or self.big or self.suspects:
             self._wake(self.free)
 
-    def clear(self) -> list[tuple[Claimed, str]]:
-        """Takes out every waiting job; answers with them and their tokens."""
-        waiting = [(entry[0], entry[1]) for queue in (self.small, self.big, self.suspects) for entry in queue]
+    def clear(self, *, big: bool = True) -> list[tuple[Claimed, str]]:
+        """Takes out the waiting jobs, all of them or all but the big ones, which would lose the time that they have
+        waited; answers with the jobs and their tokens."""
+        waiting = [*self.suspects, *self.small]
         self.small.clear()
-        self.big.clear()
         self.suspects.clear()
+        if big:
+            waiting += [(job, token) for job, token, _ in self.big]
+            self.big.clear()
         return waiting
 
     def waiting_ids(self) -> set[int]:
@@ -92,6 +102,10 @@ class Slots:
         future = asyncio.get_running_loop().create_future()
         self._sleepers.append(future)
         await future
+
+    def _kept(self) -> bool:
+        """Whether the first big one has waited for so long that what gets free is its own."""
+        return bool(self.big) and time.monotonic() - self.big[0][2] > PASS_FOR
 
     def _use(self, job: Claimed, token: str) -> tuple[Claimed, str, int]:
         slots = self.demand(job)

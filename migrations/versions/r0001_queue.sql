@@ -565,10 +565,11 @@ END $$;
 -- and the planner would now and then scan the table and hash it.
 
 -- pending -> running, in these lanes, each from its floor on (NULL: from its beginning).
--- A job that this worker cannot run is parked for one that can, so that nobody wades through it again.
+-- A job that this worker cannot run is parked for one that can, so that nobody wades through it again. One that is too
+-- large for every live worker that knows it fits anywhere: it runs with one thread.
 -- The second statement has a newer snapshot than the first, so it sees every row that was locked as it was locked.
 CREATE FUNCTION pgqueue.claim_jobs(
-    queues text[], priorities integer[], floors bigint[], types text[], threads integer, largest integer,
+    queues text[], priorities integer[], floors bigint[], types text[], threads integer,
     max_jobs integer, worker_id uuid, lease_token uuid
 ) RETURNS TABLE (
     id bigint, queue text, type text, payload text, priority integer, seq bigint, thread_demand integer, timeout float8,
@@ -592,7 +593,14 @@ BEGIN
         CROSS JOIN LATERAL (
             SELECT j.ctid AS place,
                    (claim_jobs.types IS NULL OR j.type = ANY (claim_jobs.types))
-                   AND (j.thread_demand <= claim_jobs.threads OR j.thread_demand > claim_jobs.largest) AS fits
+                   AND (j.thread_demand <= claim_jobs.threads OR NOT EXISTS (
+                       -- One who knows it and is large enough; only asked for a job that is too large for this worker.
+                       SELECT FROM pgqueue.workers w
+                       WHERE w.threads >= j.thread_demand AND w.expires_at > statement_timestamp()
+                         AND w.stopped_at IS NULL AND NOT w.draining
+                         AND (w.queues IS NULL OR j.queue = ANY (w.queues))
+                         AND (w.types IS NULL OR j.type = ANY (w.types))
+                   )) AS fits
             FROM pgqueue.jobs_live j
             WHERE j.status = 'pending' AND NOT j.parked
               AND j.queue = l.queue AND j.priority = l.priority AND j.seq >= coalesce(l.floor, 0)

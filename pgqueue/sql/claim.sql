@@ -4,5 +4,5 @@ SELECT c.id, c.queue, c.type, c.payload, c.priority, c.seq, c.thread_demand, c.t
     c.idempotency_key, c.parked
 FROM (SELECT set_config('synchronous_commit', 'off', true)) undurable
 CROSS JOIN LATERAL pgqueue.claim_jobs(
-    %(queues)s::text[], %(priorities)s::int[], %(floors)s::bigint[], %(types)s::text[], %(threads)s::int, %(largest)s::int,
+    %(queues)s::text[], %(priorities)s::int[], %(floors)s::bigint[], %(types)s::text[], %(threads)s::int,
     %(limit)s::int, %(worker_id)s::uuid, %(lease_token)s::uuid) c

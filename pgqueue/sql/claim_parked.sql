@@ -12,7 +12,12 @@ WITH RECURSIVE found AS (
         ORDER BY j.queue, j.type LIMIT 1
     ) n
 ), lane AS MATERIALIZED (
-    SELECT f.queue, f.type FROM found f
+    SELECT f.queue, f.type, (
+        SELECT coalesce(max(w.threads), 0) FROM pgqueue.workers w
+        WHERE w.expires_at > statement_timestamp() AND w.stopped_at IS NULL AND NOT w.draining
+          AND (w.queues IS NULL OR f.queue = ANY (w.queues)) AND (w.types IS NULL OR f.type = ANY (w.types))
+    ) AS largest
+    FROM found f
     WHERE (%(queues)s::text[] IS NULL OR f.queue = ANY (%(queues)s::text[]))
       AND (%(types)s::text[] IS NULL OR f.type = ANY (%(types)s::text[]))
       AND NOT EXISTS (SELECT FROM pgqueue.queues q WHERE q.name = f.queue AND q.paused_at IS NOT NULL)
@@ -23,7 +28,7 @@ WITH RECURSIVE found AS (
     CROSS JOIN LATERAL (
         SELECT j.id FROM pgqueue.jobs_live j
         WHERE j.status = 'pending' AND j.parked AND j.queue = l.queue AND j.type = l.type
-          AND (j.thread_demand <= %(threads)s OR j.thread_demand > %(largest)s)
+          AND (j.thread_demand <= %(threads)s OR j.thread_demand > l.largest)
           AND (%(lowest)s::int IS NULL OR j.priority >= %(lowest)s::int)
         ORDER BY j.priority DESC, j.seq
         LIMIT %(limit)s

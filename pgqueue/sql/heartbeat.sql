@@ -6,7 +6,5 @@ SET heartbeat_at = clock_timestamp(), expires_at = clock_timestamp() + make_inte
 FROM (SELECT set_config('synchronous_commit', 'off', true)) undurable
 WHERE w.id = %(id)s AND w.stopped_at IS NULL
 RETURNING w.draining,
-    (SELECT coalesce(max(o.threads), 0) FROM pgqueue.workers o
-     WHERE o.expires_at > clock_timestamp() AND o.stopped_at IS NULL AND NOT o.draining) AS largest,
     -- Asking is the cure, too: PostgreSQL moves the tail of a notification queue that was full only when somebody asks.
     pg_notification_queue_usage() AS notify_queue

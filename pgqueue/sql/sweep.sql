@@ -29,7 +29,7 @@ SELECT c.id, c.queue, c.type, c.payload, c.priority, c.seq, c.thread_demand, c.t
 FROM (SELECT set_config('synchronous_commit', 'off', true)) undurable
 CROSS JOIN lanes l
 CROSS JOIN LATERAL pgqueue.claim_jobs(
-    l.queues, l.priorities, l.floors, %(types)s::text[], %(threads)s::int, %(largest)s::int, %(limit)s::int,
+    l.queues, l.priorities, l.floors, %(types)s::text[], %(threads)s::int, %(limit)s::int,
     %(worker_id)s::uuid, %(lease_token)s::uuid) c
 UNION ALL
 SELECT 0, l.queue, '', '', l.priority, l.seq, 0, NULL, 0, 0, 0, NULL, false FROM lane l

@@ -33,7 +33,7 @@ async def drain(
     handlers: dict[str, tuple[PgQueue, JobType[..., Any]]] = {}
     for app in _mains(apps):
         handlers |= {name: (app, job_type) for name, job_type in app.types.items()}
-    who = Claimant(uuid4(), types=list(handlers), threads=MOST_THREADS, largest=MOST_THREADS)
+    who = Claimant(uuid4(), types=list(handlers), threads=MOST_THREADS)
     ran: list[int] = []
     async with await db.connect(harness.dsn, application_name="pgqueue-test") as conn, _executors(harness.dsn) as here:
         await _register(conn, who)

@@ -16,7 +16,7 @@ class MiniWorker:
 
     def __init__(self, conn: Connection, **what: Any) -> None:
         self.conn = conn
-        self.who = Claimant(uuid4(), **{"threads": 8, "largest": 8} | what)
+        self.who = Claimant(uuid4(), **{"threads": 8} | what)
         self.lanes = Lanes()
         self.tokens: dict[int, str] = {}
 

@@ -203,15 +203,22 @@ async def test_jobs_that_a_worker_cannot_run_are_parked_for_one_that_can(conn):
         conn, NewJob(type="foreign"), NewJob(type="known", thread_demand=6), NewJob(type="known")
     )
     small = await MiniWorker(conn, types=["known"], threads=4).register()
+    large = await MiniWorker(conn, types=["known"], threads=8).register()
+    # Larger still, but of no use for these.
+    await MiniWorker(conn, types=["known"], threads=200, queues=["other"]).register()
+    await MiniWorker(conn, types=["unknown"], threads=200).register()
     assert [job.id for job in await small.claim()] == [plain]
     assert await small.claim() == []
-    large = await MiniWorker(conn, types=["known"], threads=8).register()
     assert [job.id for job in await large.claim()] == [big]
     knowing = await MiniWorker(conn, types=["foreign"], threads=1).register()
     assert [job.id for job in await knowing.claim()] == [foreign]
     # No live worker is large enough any more: a small one takes it.
     [huge] = await add(conn, NewJob(type="known", thread_demand=100))
     assert [job.id for job in await small.claim()] == [huge]
+    [waiting] = await add(conn, NewJob(type="known", thread_demand=6))
+    assert await small.claim() == []
+    await workers.retire(conn, large.who.worker_id)
+    assert [job.id for job in await small.claim()] == [waiting]
 
 
 async def test_paused_queues_rest(conn):

@@ -234,8 +234,12 @@ class Queue(RuleBasedStateMachine):
         )
 
     def fits(self, worker, job):
-        who = worker.who
-        return (who.types is None or job.type in who.types) and (job.demand <= who.threads or job.demand > who.largest)
+        def knows(who):
+            known = who.types is None or job.type in who.types
+            return known and (who.queues is None or job.queue in who.queues)
+
+        large = [each for each in self.alive if knows(each.who) and job.demand <= each.who.threads]
+        return knows(worker.who) and (worker in large or not large)
 
     def refused(self, error, action):
         with pytest.raises(error):
@@ -591,12 +595,6 @@ class Queue(RuleBasedStateMachine):
         if len(self.alive) < 4:
             self.did("nothing")
             self.hire_one(kind)
-            for worker in self.alive:
-                pulse = self.run(
-                    workers.heartbeat(self.conn, worker.worker, threads_used=0, completed=0, failed=0, listening=False)
-                )
-                assert pulse.largest == max(each.who.threads for each in self.alive)
-                worker.who.largest = pulse.largest
 
     @step(limit=st.sampled_from((1, 500)))
     def rescue(self, limit):

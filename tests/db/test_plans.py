@@ -107,7 +107,7 @@ def drain(conn: psycopg.Connection, scene: Scene, size: int) -> None:
     conn.execute(f"INSERT INTO pgqueue.jobs (type) SELECT 't' FROM generate_series(1, {size})")
     lane = ("default", 0)
     scene.floors[lane] = 0
-    claimant = {"types": None, "threads": 8, "largest": 8, "limit": 5000, "worker_id": scene.worker}
+    claimant = {"types": None, "threads": 8, "limit": 5000, "worker_id": scene.worker}
     while True:
         token = uuid4()
         lanes = {"queues": [lane[0]], "priorities": [lane[1]], "floors": [scene.floors[lane]]}

@@ -83,7 +83,7 @@ MATRIX = {
         "LOCK TABLE pgqueue.jobs IN SHARE MODE",
         "SELECT nextval('pgqueue.attempt_ids')",
         "SELECT pgqueue.wake('{default}', '{t}', '{1}')",
-        "SELECT pgqueue.claim_jobs('{default}', '{0}', '{0}', NULL, 1, 1, 5, ':token', ':token')",
+        "SELECT pgqueue.claim_jobs('{default}', '{0}', '{0}', NULL, 1, 5, ':token', ':token')",
         "SELECT pgqueue.complete_jobs('{:running}', '{:token}', NULL, '{1}', '{0}', '{0}')",
         "SELECT pgqueue.make_partitions(30)",
         "SELECT pgqueue.drop_partitions('30 days')",

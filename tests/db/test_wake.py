@@ -351,7 +351,7 @@ class Sleeper:
 
     async def run(self, ready):
         async with await connect(self.dsn) as self.conn, await connect(self.dsn) as ear:
-            self.worker = await MiniWorker(self.conn, threads=4, largest=4).register(listening=True)
+            self.worker = await MiniWorker(self.conn, threads=4).register(listening=True)
             await ear.execute(f'LISTEN "{workers.channel(self.worker.who.worker_id)}"')
             listening = asyncio.create_task(self.listen(ear))
             ready.set()
