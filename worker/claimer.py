@@ -128,7 +128,12 @@ class Claimer:
         self.look_closer = False
         if await workers.may_sleep(conn):
             if not self.wake.is_set() and not await self._claim(max(1, self._wanted()), quick=False):
-                await self._woken(self.poll_interval * random.uniform(0.8, 1.0))
+                seconds = self.poll_interval * random.uniform(0.8, 1.0)
+                if not self.lanes.may_sweep(now := time.monotonic()):
+                    # It could not look everywhere yet: it gets up as soon as it may.
+                    self.look_closer = True
+                    seconds = min(seconds, self.lanes.next_sweep - now)
+                await self._woken(seconds)
             return 0.0
         pause = min(max(pause * 2, WATCHFUL), self.poll_interval)
         await self._woken(pause)
@@ -172,8 +177,8 @@ class Claimer:
             await workers.wake(
                 conn, *map(list, zip(*[(j.queue, j.type, j.thread_demand) for j in parked], strict=True))
             )
-        if got >= limit:
-            # There is more than this worker takes: the next idle one is woken, and so on down the line.
+        if got >= limit or self._wanted() <= 0:
+            # There may be more than this worker takes: the next idle one is woken, and so on down the line.
             last = claims[-1].jobs[-1]
             await workers.wake(conn, [last.queue], [last.type], [1])
         # What was parked was in the way: there may be more behind it.

@@ -98,9 +98,11 @@ class Janitor:
             await self._promote(conn)
         if now >= self._next_sweep:
             # Below the floor a job can only be if its transaction committed late.
-            self._next_sweep = now + self.poll_interval * 5
+            self._next_sweep = now + TICK_EVERY
             self.due.run_at = promote.BEGINNING
         tick = await workers.tick(conn, self.worker_id, self.due.run_at)
+        # A look from the beginning that was not cheap is not repeated soon.
+        self._next_sweep = max(self._next_sweep, now + 20 * (time.monotonic() - now))
         self._next_due = None if tick.due_in is None else time.monotonic() + max(0.0, tick.due_in)
         if tick.due_in is not None and tick.due_in <= 0:
             await self._promote(conn)
