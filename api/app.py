@@ -21,6 +21,7 @@ from pgqueue.api.cursors import Cursors
 from pgqueue.api.edge import Edge
 from pgqueue.api.limits import Limiter
 from pgqueue.api.problems import Problem
+from pgqueue.api.stream import Tail
 from pgqueue.api.waiter import Waiter
 from pgqueue.errors import InvalidSettings
 from pgqueue.pools import ServerPool
@@ -48,6 +49,7 @@ class State:
         self.passwords = Passwords()
         self.stopping = asyncio.Event()
         self.waiter = Waiter(self.pool.connection, self.stopping)
+        self.tail = Tail(self.pool.connection, self.stopping)
         self._looked = -REVOKED_EVERY
 
     async def is_revoked(self, principal: Principal) -> bool:
@@ -81,6 +83,7 @@ def create_app(settings: Settings, dsn: str | None = None) -> Starlette:
         finally:
             state.stopping.set()
             await state.waiter.close()
+            await state.tail.close()
             await state.pool.close()
 
     middleware = [Middleware(Edge)]

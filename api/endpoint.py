@@ -84,7 +84,7 @@ class Dispatcher:
     def __init__(self, state: State, endpoints: Mapping[str, Endpoint]) -> None:
         self._state = state
         self._endpoints = dict(endpoints)
-        if "GET" in self._endpoints:
+        if "GET" in self._endpoints and self._endpoints["GET"].media != "text/event-stream":
             self._endpoints["HEAD"] = self._endpoints["GET"]
         self._allow = ", ".join(sorted(self._endpoints))
 

@@ -8,7 +8,7 @@ from functools import cache
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pgqueue.api import accounts, docs, health, jobs, operate, seeds
+from pgqueue.api import accounts, docs, health, jobs, operate, seeds, stream
 from pgqueue.api import schemas as s
 from pgqueue.api.app import State
 from pgqueue.api.calls import Call
@@ -114,6 +114,8 @@ TABLE: list[Endpoint] = [
              summary="The types of jobs, with their JSON Schema."),
     Endpoint(method="GET", path=f"{V1}/stats", scope=READ, handler=operate.stats, answer=s.StatsAnswer, confined=False,
              summary="Counts of jobs and workers."),
+    Endpoint(method="GET", path=f"{V1}/stream", scope=READ, handler=stream.stream, media="text/event-stream",
+             summary="How things stand, as events; Last-Event-ID is honoured."),
     Endpoint(method="GET", path=f"{V1}/audit", scope=MANAGE, handler=operate.audit, query=s.AuditQuery,
              answer=s.AuditPage, confined=False, summary="What operators did."),
     Endpoint(method="GET", path=f"{V1}/me", scope=ANY, handler=operate.me, answer=s.Me, summary="Who the token says."),
