@@ -1,0 +1,583 @@
+"""Handlers that do, fail and misbehave as handlers do. Workers of the tests run them: `--app sample_app`.
+
+What they did is in the table `effects`, which has no unique constraint: a job that ran twice left two rows.
+"""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import psycopg
+
+from pgqueue import Context, GiveUp, JobAbandoned, JobCancelled, PgQueue, Retry, RetryLater, Snooze
+
+app = PgQueue()
+fast = Retry(max_attempts=5, base=0.05, jitter=0.05)
+
+EFFECT = "INSERT INTO effects (job_id, attempt, worker, pid, note) VALUES (%s, %s, %s, %s, %s)"
+
+
+def values(ctx: Context, note: str) -> list[Any]:
+    name = sys.argv[sys.argv.index("--name") + 1] if "--name" in sys.argv else "child"
+    return [ctx.id, ctx.attempt, name, os.getpid(), note]
+
+
+async def effect(ctx: Context, note: str = "") -> None:
+    async with app.pools.connection() as conn:
+        await conn.execute(EFFECT, values(ctx, note))
+
+
+def effect_sync(ctx: Context, note: str = "") -> None:
+    with psycopg.connect(os.environ["DATABASE_URL"], autocommit=True) as conn:
+        conn.execute(EFFECT, values(ctx, note))
+
+
+@app.middleware
+async def traced(ctx: Context, call_next: Callable[[], Awaitable[Any]]) -> Any:
+    if not ctx.type.startswith("traced"):
+        return await call_next()
+    await effect(ctx, "outer: before")
+    try:
+        return await call_next()
+    except Exception as error:
+        await effect(ctx, f"outer: {type(error).__name__}")
+        raise
+    finally:
+        await effect(ctx, "outer: after")
+
+
+@app.middleware
+async def traced_inside(ctx: Context, call_next: Callable[[], Awaitable[Any]]) -> Any:
+    if not ctx.type.startswith("traced"):
+        return await call_next()
+    await effect(ctx, "inner: before")
+    result = await call_next()
+    await effect(ctx, "inner: after")
+    return {"wrapped": result}
+
+
+# Work
+
+
+@app.job
+async def work(ctx: Context, seconds: float = 0) -> dict[str, Any]:
+    """Leaves its effect at its end."""
+    await asyncio.sleep(seconds)
+    await effect(ctx)
+    return {"seconds": seconds}
+
+
+@app.job
+async def begin(ctx: Context, seconds: float = 0) -> None:
+    """Leaves its effect at its beginning."""
+    await effect(ctx)
+    await asyncio.sleep(seconds)
+
+
+@app.job
+async def nap(ctx: Context, seconds: float = 0) -> None:
+    """Without an effect: for when the database is away, or the time matters."""
+    await asyncio.sleep(seconds)
+
+
+@app.job
+async def note(ctx: Context, path: str, seconds: float, fails: bool = False) -> None:
+    """Leaves a line in a file: for when the database is away."""
+    await asyncio.sleep(seconds)
+    with open(path, "a") as file:  # noqa: ASYNC230
+        file.write(f"{ctx.id}\n")
+    if fails:
+        raise ValueError("no")
+
+
+@app.job
+def nap_in_thread(ctx: Context, seconds: float = 0) -> None:
+    time.sleep(seconds)
+
+
+@app.job(executor="process", retry=fast)
+def nap_in_process(ctx: Context, seconds: float = 0) -> int:
+    time.sleep(seconds)
+    return os.getpid()
+
+
+@app.job
+async def block_the_loop(ctx: Context, seconds: float) -> None:
+    time.sleep(seconds)  # noqa: ASYNC251 - it is what many handlers do
+    await effect(ctx)
+
+
+# Failing
+
+
+@app.job(retry=Retry(max_attempts=5))
+async def fail(ctx: Context, text: str = "no") -> None:
+    raise ValueError(text)
+
+
+@app.job(retry=fast)
+async def fail_fast(ctx: Context, text: str = "no") -> None:
+    await effect(ctx)
+    raise ValueError(text)
+
+
+@app.job(retry=fast)
+async def fail_once(ctx: Context) -> int:
+    await effect(ctx)
+    if ctx.attempt == 1:
+        raise ValueError("the first time")
+    return ctx.attempt
+
+
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+RAISED: dict[str, Callable[[], BaseException]] = {
+    "nul": lambda: ValueError("a NUL \0 and half a \ud800 pair"),
+    "long": lambda: ValueError("x" * 10_000_000),
+    "unreadable": Unreadable,
+    "exit": lambda: SystemExit(3),
+    "interrupt": KeyboardInterrupt,
+    "stop_iteration": lambda: StopIteration("empty"),
+    "generator_exit": GeneratorExit,
+    "cancelled": asyncio.CancelledError,
+    "timeout": TimeoutError,
+    "group": lambda: ExceptionGroup("several", [ValueError("a"), KeyError("b")]),
+}
+
+
+@app.job(retry=Retry(1))
+async def throw(ctx: Context, what: str) -> None:
+    raise RAISED[what]()
+
+
+@app.job(retry=Retry(1))
+def throw_in_thread(ctx: Context, what: str) -> None:
+    raise RAISED[what]()
+
+
+@app.job(retry=Retry(1), executor="process")
+def throw_in_process(ctx: Context, what: str) -> None:
+    raise RAISED[what]()
+
+
+class Opaque:
+    def __reduce__(self) -> Any:
+        raise TypeError("it stays here")
+
+
+RETURNED: dict[str, Callable[[], Any]] = {
+    "object": Opaque,
+    "nan": lambda: float("nan"),
+    "nul": lambda: {"text": "a\0b"},
+    "surrogate": lambda: "\ud800",
+    "huge": lambda: "x" * 2_000_000,
+    "endless": lambda: (loop := [], loop.append(loop))[0],
+    "big_number": lambda: 10**5000,
+    "nothing": lambda: None,
+}
+
+
+@app.job(retry=fast)
+async def give(ctx: Context, what: str) -> Any:
+    return RETURNED[what]()
+
+
+@app.job(retry=fast)
+def give_in_thread(ctx: Context, what: str) -> Any:
+    return RETURNED[what]()
+
+
+@app.job(retry=fast, executor="process")
+def give_in_process(ctx: Context, what: str) -> Any:
+    return RETURNED[what]()
+
+
+@app.job(retry=fast)
+async def give_up(ctx: Context) -> None:
+    raise GiveUp("it makes no sense")
+
+
+@app.job(retry=fast)
+async def later(ctx: Context, seconds: float) -> int:
+    if ctx.attempt == 1:
+        raise RetryLater(seconds, "not yet")
+    return ctx.attempt
+
+
+@app.job
+async def snooze(ctx: Context, seconds: float, times: int) -> dict[str, int] | Snooze:
+    await effect(ctx)
+    async with app.pools.connection() as conn:
+        cursor = await conn.execute("SELECT count(*) FROM effects WHERE job_id = %s", [ctx.id])
+        (before,) = await cursor.fetchone() or (0,)
+    return {"attempt": ctx.attempt, "runs": before} if before > times else Snooze(seconds)
+
+
+# Dying
+
+
+@app.job(executor="process", retry=fast)
+def abort_in_process(ctx: Context) -> None:
+    effect_sync(ctx)
+    os.abort()
+
+
+@app.job(executor="process", retry=fast)
+def exit_in_process(ctx: Context) -> None:
+    os._exit(0)
+
+
+@app.job
+async def poison(ctx: Context) -> None:
+    """Takes its worker along."""
+    await effect(ctx)
+    os.kill(os.getpid(), 9)
+
+
+async def starts(ctx: Context) -> int:
+    """How often this job was started, this time included."""
+    await effect(ctx, "started")
+    async with app.pools.connection() as conn:
+        cursor = await conn.execute("SELECT count(*) FROM effects WHERE job_id = %s AND note = 'started'", [ctx.id])
+        (times,) = await cursor.fetchone() or (0,)
+    return int(times)
+
+
+def starts_sync(ctx: Context) -> int:
+    effect_sync(ctx, "started")
+    with psycopg.connect(os.environ["DATABASE_URL"], autocommit=True) as conn:
+        row = conn.execute("SELECT count(*) FROM effects WHERE job_id = %s AND note = 'started'", [ctx.id]).fetchone()
+    return row[0] if row else 0
+
+
+@app.job
+async def stuck_once(ctx: Context) -> None:
+    """Started a second time it ends at once."""
+    if await starts(ctx) == 1:
+        await asyncio.sleep(60)
+    await effect(ctx, "done")
+
+
+@app.job(retry=fast)
+async def zombie(ctx: Context, what: str) -> Any:
+    """Its first attempt takes a second, and then does something that needs the lease."""
+    if await starts(ctx) == 1:
+        await asyncio.sleep(1)
+        await effect(ctx, "late")
+        match what:
+            case "complete":
+                return "from the dead"
+            case "fail":
+                raise ValueError("from the dead")
+            case "give_up":
+                raise GiveUp("from the dead")
+            case "snooze":
+                return Snooze(100)
+            case "enqueue":
+                await ctx.enqueue(child.bind(of=ctx.id))
+            case "progress":
+                ctx.progress(1, 1, "from the dead")
+                await asyncio.sleep(1.5)
+            case "chunks":
+                return await ctx.map_chunks(add_up, [1, 2, 3], executor="thread")
+    await effect(ctx, "done")
+    return "alive"
+
+
+# Cancellation and time
+
+
+@app.job
+async def wait_async(ctx: Context, seconds: float = 60) -> None:
+    await effect(ctx, "started")
+    try:
+        await asyncio.sleep(seconds)
+    except asyncio.CancelledError:
+        await effect(ctx, "told")
+        raise
+
+
+@app.job
+def wait_in_thread(ctx: Context, seconds: float = 60) -> None:
+    effect_sync(ctx, "started")
+    watch(ctx, seconds)
+
+
+@app.job(executor="process")
+def wait_in_process(ctx: Context, seconds: float = 60) -> None:
+    effect_sync(ctx, "started")
+    watch(ctx, seconds)
+
+
+def watch(ctx: Context, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    try:
+        while time.monotonic() < until:
+            ctx.check()
+            time.sleep(0.02)
+    except (JobCancelled, JobAbandoned):
+        effect_sync(ctx, "told")
+        raise
+
+
+def told_to_end(path: str) -> bool:
+    return os.path.exists(path)
+
+
+@app.job
+async def short_async(ctx: Context, path: str) -> None:
+    """Ends a moment after the file is there, or when it is told to; a second time at once."""
+    if await starts(ctx) == 1:
+        while not told_to_end(path):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.7)
+
+
+@app.job
+def short_thread(ctx: Context, path: str) -> None:
+    if starts_sync(ctx) == 1:
+        while not told_to_end(path):
+            ctx.check()
+            time.sleep(0.02)
+        watch(ctx, 0.7)
+
+
+@app.job(executor="process")
+def short_process(ctx: Context, path: str) -> None:
+    if starts_sync(ctx) == 1:
+        while not told_to_end(path):
+            ctx.check()
+            time.sleep(0.02)
+        watch(ctx, 0.7)
+
+
+@app.job
+async def long_async(ctx: Context, path: str) -> None:
+    if await starts(ctx) == 1:
+        await asyncio.sleep(60)
+
+
+@app.job
+def long_thread(ctx: Context, path: str) -> None:
+    if starts_sync(ctx) == 1:
+        watch(ctx, 60)
+
+
+@app.job(executor="process")
+def long_process(ctx: Context, path: str) -> None:
+    if starts_sync(ctx) == 1:
+        watch(ctx, 60)
+
+
+@app.job
+async def deaf_async(ctx: Context, path: str) -> None:
+    """Does not take no for an answer."""
+    if await starts(ctx) == 1:
+        while True:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+
+
+@app.job
+def deaf_thread(ctx: Context, path: str) -> None:
+    if starts_sync(ctx) == 1:
+        time.sleep(60)
+
+
+@app.job(executor="process")
+def deaf_process(ctx: Context, path: str) -> None:
+    if starts_sync(ctx) == 1:
+        time.sleep(60)
+
+
+@app.job(timeout=0.2)
+async def short_of_time(ctx: Context) -> None:
+    await asyncio.sleep(60)
+
+
+@app.job(retry=fast)
+async def stubborn(ctx: Context) -> None:
+    """Fails when it is cancelled."""
+    await effect(ctx, "started")
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        raise ValueError("never") from None
+
+
+@app.job
+async def ignore_async(ctx: Context, seconds: float = 60) -> None:
+    """Does not take no for an answer."""
+    await effect(ctx, "started")
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        try:
+            await asyncio.sleep(left)
+        except asyncio.CancelledError:
+            await effect(ctx, "ignored")
+
+
+@app.job(executor="process")
+def ignore_in_process(ctx: Context, seconds: float = 60) -> None:
+    effect_sync(ctx, "started")
+    time.sleep(seconds)
+
+
+# What the context offers
+
+
+@app.job
+async def child(ctx: Context, of: int) -> int:
+    await effect(ctx, f"child of {of}")
+    return of
+
+
+@app.job
+async def parent(ctx: Context) -> int:
+    return (await ctx.enqueue(child.bind(of=ctx.id))).id
+
+
+@app.job
+def parent_in_thread(ctx: Context) -> int:
+    return ctx.enqueue_sync(child.bind(of=ctx.id)).id
+
+
+@app.job(executor="process")
+def parent_in_process(ctx: Context) -> int:
+    return ctx.enqueue_sync(child.bind(of=ctx.id)).id
+
+
+@app.job
+async def report(ctx: Context, message: str = "half way", seconds: float = 60) -> None:
+    ctx.progress(1, 2, message)
+    ctx.log("reporting", step=1)
+    await asyncio.sleep(seconds)
+
+
+@app.job
+async def report_badly(ctx: Context) -> None:
+    ctx.progress(float("nan"), 2, "a NUL \0")
+    await asyncio.sleep(60)
+
+
+@app.job(executor="process")
+def report_in_process(ctx: Context, seconds: float = 60) -> None:
+    ctx.progress(1, 2, "in a process")
+    watch(ctx, seconds)
+
+
+@app.job
+async def about(ctx: Context) -> dict[str, Any]:
+    return {
+        "id": ctx.id,
+        "type": ctx.type,
+        "queue": ctx.queue,
+        "attempt": ctx.attempt,
+        "max_attempts": ctx.max_attempts,
+        "last": ctx.is_last_attempt,
+        "timeout": ctx.timeout,
+        "key": ctx.idempotency_key,
+        "threads": ctx.threads,
+        "remaining": ctx.remaining(),
+    }
+
+
+def add_up(numbers: Sequence[int]) -> int:
+    return sum(numbers)
+
+
+MEET = "INSERT INTO effects (job_id, pid, note) VALUES (0, %s, 'a chunk waits')"
+MET = "SELECT count(*) FROM effects WHERE note = 'a chunk waits'"
+
+
+def meet(numbers: Sequence[int]) -> int:
+    """Ends when four chunks run at the same time."""
+    with psycopg.connect(os.environ["DATABASE_URL"], autocommit=True) as conn:
+        conn.execute(MEET, [os.getpid()])
+        until = time.monotonic() + 15
+        while conn.execute(MET).fetchone() != (4,) and time.monotonic() < until:
+            time.sleep(0.05)
+    return os.getpid()
+
+
+@app.job
+async def sum_a_million(ctx: Context) -> int:
+    return sum(await ctx.map_chunks(add_up, range(1_000_000), executor="thread"))
+
+
+@app.job
+async def chunks_that_meet(ctx: Context) -> list[int]:
+    return await ctx.map_chunks(meet, range(8))
+
+
+@app.job
+async def chunks_in_processes(ctx: Context) -> int:
+    return sum(await ctx.map_chunks(add_up, range(8)))
+
+
+@app.job(executor="process")
+def chunks_from_process(ctx: Context) -> int:
+    return sum(ctx.map_chunks_sync(add_up, range(100), executor="thread"))
+
+
+CHUNKS = "INSERT INTO effects (job_id, note) VALUES (0, %s)"
+
+
+def fragile(numbers: Sequence[int]) -> int:
+    """The chunk with the last number fails until it has been tried once."""
+    with psycopg.connect(os.environ["DATABASE_URL"], autocommit=True) as conn:
+        tried = conn.execute("SELECT count(*) FROM effects WHERE note = %s", [f"chunk {numbers[0]}"]).fetchone()
+        conn.execute(CHUNKS, [f"chunk {numbers[0]}"])
+    if tried == (0,) and numbers[-1] == 99:
+        time.sleep(0.5)  # the others are kept by then
+        raise ValueError("a chunk failed")
+    return sum(numbers)
+
+
+@app.job(retry=fast)
+def sum_fragile(ctx: Context) -> int:
+    return sum(ctx.map_chunks_sync(fragile, range(100), executor="thread"))
+
+
+def die(numbers: Sequence[int]) -> int:
+    os._exit(1)
+
+
+@app.job(retry=Retry(1))
+async def dying_chunks(ctx: Context) -> list[int]:
+    return await ctx.map_chunks(die, range(4))
+
+
+in_use = 0
+
+
+@app.job
+async def hold(ctx: Context, seconds: float) -> dict[str, int]:
+    """Holds its slots, and looks at how many are held."""
+    global in_use
+    in_use += ctx.threads
+    held = in_use
+    try:
+        await asyncio.sleep(seconds)
+    finally:
+        in_use -= ctx.threads
+    return {"threads": ctx.threads, "held": held}
+
+
+@app.job
+async def traced_well(ctx: Context) -> str:
+    await effect(ctx, "handler")
+    return "fine"
+
+
+@app.job(retry=Retry(1))
+def traced_badly(ctx: Context) -> str:
+    effect_sync(ctx, "handler")
+    raise ValueError("no")

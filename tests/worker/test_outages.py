@@ -1,0 +1,209 @@
+"""PostgreSQL comes late, restarts, crashes, and cuts connections: nothing is lost, and no worker needs a restart."""
+
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from pgqueue import migrate
+from pgqueue.embedded import PostgresServer, start_postgres
+from pgqueue.job import NewJob
+from pgqueue.worker.janitor import RECONCILE_AFTER, Janitor
+from pgqueue.worker.link import Link
+from tests.db.queue import MiniWorker, add, value
+from tests.worker.processes import GRACE, LEASE, Database, Fleet, wait
+
+on_18 = pytest.mark.parametrize("server", ["pg18"], indirect=True)
+
+PATIENT = {"PGQUEUE_LEASE_TIMEOUT": "15"}
+"""An outage is shorter than the lease, as it usually is."""
+
+
+SETTINGS = {"synchronous_commit": "on", "shared_preload_libraries": "pg_stat_statements"}
+
+
+@pytest.fixture(scope="module")
+def own() -> Iterator[PostgresServer]:
+    """A server that may be stopped and killed; it keeps what was committed."""
+    place = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="pgqueue-", dir=place) as directory:
+        Path(directory).chmod(0o711)
+        server = start_postgres(Path(directory), fast=True, settings=SETTINGS)
+        try:
+            migrate.up(server.dsn)
+            with psycopg.connect(server.dsn, autocommit=True) as conn:
+                conn.execute("ALTER ROLE CURRENT_USER SET search_path = public")
+                conn.execute("CREATE EXTENSION pg_stat_statements SCHEMA public")
+            yield server
+        finally:
+            server.stop("immediate")
+
+
+@pytest.fixture
+def frail(own: PostgresServer, tmp_path: Path) -> Iterator[tuple[PostgresServer, Database, Fleet]]:
+    db = Database(own.dsn)
+    fleet = Fleet(own.dsn, tmp_path, db)
+    try:
+        yield own, db, fleet
+    finally:
+        fleet.close()
+        db.close()
+
+
+def test_a_worker_waits_for_the_database(frail: tuple[PostgresServer, Database, Fleet]) -> None:
+    server, db, fleet = frail
+    id = db.add("work")
+    db.close()
+    server.stop()
+    worker = fleet.start("w", ready=False)
+    wait(lambda: worker.events("database.away"), "it has tried")
+    server.restart()
+    db.again()
+    db.wait_for(id, "completed")
+    assert len(db.effects(id)) == 1
+    assert worker.process.poll() is None
+
+
+def test_a_restart_under_load_loses_nothing(frail: tuple[PostgresServer, Database, Fleet]) -> None:
+    """Once in order, once as a crash; the dead letter queue is still there afterwards."""
+    server, db, fleet = frail
+    dead = db.add("fail_fast", max_attempts=1)
+    workers = fleet.start_all(["w1", "w2"], **PATIENT)
+    db.wait_for(dead, "failed")
+    ids = db.add_many("nap", [{"seconds": 0.02}] * 400)
+    for crash in (False, True):
+        wait(lambda: db.statuses().get("completed", 0) > 40, "it is under way")
+        if crash:
+            server.kill()
+        server.restart()
+        db.again()
+        ids += db.add_many("nap", [{"seconds": 0.02}] * 200)
+    db.wait_for_all(ids, "completed", 40)
+    assert db.value("SELECT sum(lost) FROM pgqueue.jobs WHERE id = ANY (%s)", ids) == 0
+    assert db.value("SELECT max(attempt) FROM pgqueue.jobs WHERE id = ANY (%s)", ids) == 1
+    assert all(worker.process.poll() is None for worker in workers)
+    job = db.job(dead)
+    assert (job["status"], job["error"]) == ("failed", "no")
+    # One line an outage and a connection, not one an attempt.
+    for worker in workers:
+        assert len(worker.events("database.away")) < 40
+
+
+def test_results_are_kept_while_the_database_is_away(frail: tuple[PostgresServer, Database, Fleet]) -> None:
+    """The jobs end while nobody can be told, and their results are written when the database is back; even if every
+    lease has run out by then, because nobody has taken the jobs."""
+    server, db, fleet = frail
+    fleet.start_all(["a1", "a2"], queues="a", **PATIENT)
+    fleet.start_all(["b1", "b2"], queues="b")
+    notes = fleet.directory / "notes"
+    ids = []
+    for queue in ("a", "b"):
+        ids += db.add_many("note", [{"path": str(notes), "seconds": 1}] * 6, queue=queue)
+    failing = db.add("note", {"path": str(notes), "seconds": 1, "fails": True}, queue="a", max_attempts=1)
+    wait(lambda: db.statuses([*ids, failing]) == {"running": 13}, "they run")
+    server.stop()
+    time.sleep(LEASE + 0.5)
+    assert sorted(map(int, notes.read_text().split())) == sorted([*ids, failing]), "they did not end meanwhile"
+    server.restart()
+    db.again()
+    db.wait_for_all(ids, "completed")
+    db.wait_for(failing, "failed")
+    assert sorted(map(int, notes.read_text().split())) == sorted([*ids, failing]), "some of them ran again"
+    assert db.value("SELECT sum(lost) FROM pgqueue.jobs WHERE id = ANY (%s)", ids) == 0
+    assert all(worker.process.poll() is None for worker in fleet.workers)
+
+
+def test_everything_stops_and_starts_again(frail: tuple[PostgresServer, Database, Fleet]) -> None:
+    """First the database, then the worker, which must not wait for it for longer than its grace; then all come back."""
+    server, db, fleet = frail
+    worker = fleet.start("w")
+    put_off, unwritten = db.add("later", {"seconds": 6}), db.add("nap", {"seconds": 0.5})
+    wait(lambda: db.attempts(put_off), "it has failed once")
+    db.wait_for(unwritten, "running")
+    db.close()
+    server.stop()
+    try:
+        time.sleep(0.6)
+        assert worker.stop() < GRACE
+        assert worker.events("worker.unwritten")
+    finally:
+        server.restart()
+    db.again()
+    fleet.start("other")
+    assert db.wait_for(unwritten, "completed")["lost"] == 1
+    # A retry that was put off when they stopped happens at its time.
+    job = db.wait_for(put_off, "completed")
+    (attempt,) = db.attempts(put_off)
+    assert (job["result"], attempt["worker_id"] != job["worker_id"]) == (2, True)
+    assert 5.9 < (job["started_at"] - attempt["finished_at"]).total_seconds() < 9
+
+
+def test_an_idle_worker_asks_for_little(frail: tuple[PostgresServer, Database, Fleet]) -> None:
+    _, db, fleet = frail
+    usual = {"PGQUEUE_POLL_INTERVAL": "1", "PGQUEUE_HEARTBEAT_INTERVAL": "10", "PGQUEUE_LEASE_TIMEOUT": "30"}
+    fleet.start("w", PGQUEUE_RESCUE_INTERVAL="5", **usual)
+    time.sleep(1)  # the work of the first second: partitions, the first rescue
+    db.run("SELECT public.pg_stat_statements_reset()")
+    time.sleep(4)
+    asked = db.rows("SELECT calls, query FROM public.pg_stat_statements WHERE query NOT LIKE '%%pg_stat_statements%%'")
+    assert sum(row["calls"] for row in asked) <= 4 * 3 + 3, asked
+
+
+@on_18
+def test_connections_that_are_cut_at_random(db: Database, fleet: Fleet) -> None:
+    parts = ["claim", "finish", "janitor", "listen", "heartbeat"]
+    workers = fleet.start_all(["w1", "w2"], **PATIENT)
+    chosen = random.Random(3)
+    ids = db.add_many("work", [{"seconds": 0.02 * (number % 5)} for number in range(500)])
+    cuts = dict.fromkeys(parts, 0)
+    while db.statuses(ids).get("completed", 0) < 480 and sum(cuts.values()) < 200:
+        part = chosen.choice(parts)
+        cuts[part] += db.terminate(part)
+        time.sleep(0.1)
+    # The jobs of a claim whose answer was lost are given back when the connection is.
+    db.wait_for_all(ids, "completed", RECONCILE_AFTER)
+    assert all(count >= 2 for count in cuts.values()), cuts
+    assert db.how_often() == dict.fromkeys(ids, 1)
+    assert db.value("SELECT count(*) FROM pgqueue.attempts") == 0
+    wait(lambda: all(db.is_idle(worker.name) for worker in workers), "both are well")
+    # One connection of a kind for each of them, as before, and no lock is left over.
+    wait(lambda: all(len(db.sessions(part)) == 2 for part in parts), "they are all back, and no others")
+    assert db.value("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'") == 0
+
+
+@on_18
+async def test_jobs_of_a_claim_whose_answer_was_lost_are_given_back(conn: psycopg.AsyncConnection, dsn: str) -> None:
+    worker = await MiniWorker(conn).register()
+    known, lost, fresh = await add(conn, *[NewJob(type="a")] * 3)
+    await worker.claim()
+    # The answer never came: this worker knows of one of them only. The third was claimed a moment ago.
+    await conn.execute(
+        "UPDATE pgqueue.jobs_live SET started_at = started_at - make_interval(secs => %s) WHERE id <> %s",
+        [RECONCILE_AFTER + 1, fresh],
+    )
+    ready = []
+    janitor = Janitor(
+        Link(dsn, "pgqueue-janitor test"),
+        worker.who.worker_id,
+        poll_interval=1,
+        rescue_interval=5,
+        retention_days=30,
+        known=lambda: {known},
+        cancel=lambda ids: None,
+        ready=lambda: ready.append(True),
+    )
+    await janitor.reconcile(conn, RECONCILE_AFTER)
+    statuses = "SELECT array_agg(status::text ORDER BY id) FROM pgqueue.jobs"
+    assert await value(conn, statuses) == ["running", "pending", "running"]
+    assert ready == [True]
+    assert await value(conn, "SELECT attempt + lost FROM pgqueue.jobs WHERE id = %s", lost) == 0
+    # The late answer, should it come after all, is worth nothing.
+    other = await MiniWorker(conn).register()
+    (again,) = await other.claim()
+    assert again.id == lost
+    assert await worker.complete([again]) == set()
+    assert await other.complete([again]) == {lost}

@@ -1,0 +1,205 @@
+"""SIGTERM and SIGINT: jobs that end soon may end, others are given back at once and uncharged, within the grace.
+
+The cases of the matrix (short, long or deaf jobs; one signal or two) happen at the same time, each in a worker of its
+own; one more worker, which serves all their queues, is there to take over.
+"""
+
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+
+import pytest
+
+from pgqueue.embedded import PostgresServer
+from tests.worker.processes import GRACE, Database, Fleet, WorkerProcess, database_on, wait, worker_id
+
+pytestmark = pytest.mark.parametrize("server", ["pg18"], indirect=True, scope="session")
+
+KINDS = ("short", "long", "deaf")
+PLACES = ("async", "thread", "process")
+CASES = [(kind, times) for kind in KINDS for times in (1, 2)]
+
+
+@dataclass
+class Case:
+    worker: WorkerProcess
+    ids: list[int]
+    late: list[int] = field(default_factory=list)
+    """Jobs that were added after the signal."""
+    exit_after: float = 0.0
+    exit_at: datetime = datetime.max
+
+
+Told = tuple[Database, str, int, Case, WorkerProcess]
+
+
+@pytest.fixture(scope="module")
+def matrix(
+    server: PostgresServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Database, dict[tuple[str, int], Case], WorkerProcess]]:
+    with database_on(server) as db:
+        directory = tmp_path_factory.mktemp("shutdown")
+        fleet = Fleet(db.dsn, directory, db)
+        try:
+            cases = play(db, fleet)
+            yield db, cases, fleet.workers[-1]
+        finally:
+            fleet.close()
+
+
+def play(db: Database, fleet: Fleet) -> dict[tuple[str, int], Case]:
+    path = fleet.directory / "go"
+    cases = {}
+    for kind, times in CASES:
+        queue = f"{kind}{times}"
+        worker = fleet.start(queue, queues=queue, threads=3, ready=False, PGQUEUE_SHUTDOWN_GRACE=str(GRACE))
+        ids = [db.add(f"{kind}_{place}", {"path": str(path)}, queue=queue) for place in PLACES]
+        cases[kind, times] = Case(worker, ids)
+    wait(lambda: len(db.effects(note="started")) == len(CASES) * len(PLACES), "all of them run", 60)
+    fleet.start("survivor", threads=32)
+    # The survivor has no part in this yet: every job is in the hands of its own worker.
+    signalled = time.monotonic()
+    for case in cases.values():
+        case.worker.signal(signal.SIGTERM)
+    path.touch()
+    for (kind, times), case in cases.items():
+        case.late = db.add_many("work", [{}] * 2, queue=f"{kind}{times}")
+    time.sleep(0.2)
+    for (_, times), case in cases.items():
+        if times == 2:
+            case.worker.signal(signal.SIGTERM)
+    left = list(cases.values())
+    while left:
+        for case in list(left):
+            if case.worker.process.poll() is not None:
+                case.exit_after, case.exit_at = time.monotonic() - signalled, datetime.now(UTC)
+                left.remove(case)
+        assert time.monotonic() - signalled < 20, [case.worker.tail() for case in left]
+        time.sleep(0.02)
+    for case in cases.values():
+        db.wait_for_all(case.ids + case.late, "completed")
+    return cases
+
+
+@pytest.fixture(params=CASES, ids=[f"{kind} jobs, {'one signal' if times == 1 else 'two'}" for kind, times in CASES])
+def case(request: pytest.FixtureRequest, matrix: tuple[Database, dict[tuple[str, int], Case], WorkerProcess]) -> Told:
+    kind, times = request.param
+    db, cases, survivor = matrix
+    return db, kind, times, cases[kind, times], survivor
+
+
+def test_it_ends_below_the_grace(case: Told) -> None:
+    _, _, times, it, _ = case
+    assert it.worker.process.returncode == 0
+    assert it.exit_after < GRACE
+    if times == 2:
+        assert it.exit_after < GRACE - 1, "the second signal did not hurry it"
+
+
+def test_jobs_end_or_are_given_back_at_once_and_uncharged(case: Told) -> None:
+    db, kind, times, it, survivor = case
+    for id in it.ids:
+        job, started = db.job(id), db.effects(id, "started")
+        assert (job["status"], job["attempt"], job["lost"]) == ("completed", 1, 0)
+        assert db.attempts(id) == []
+        if kind == "short" and times == 1:
+            assert len(started) == 1
+            assert job["worker_id"] == worker_id(db, it.worker.name)
+        else:
+            assert len(started) == 2
+            assert job["worker_id"] == worker_id(db, "survivor")
+            # No waiting for a lease to run out.
+            taken = next(event["time"] for event in survivor.events("job.started") if event["job"] == id)
+            assert (datetime.fromisoformat(taken) - it.exit_at).total_seconds() < 1
+
+
+def test_a_handler_that_looks_is_told(case: Told) -> None:
+    db, kind, times, it, _ = case
+    told = [id for id in it.ids if db.effects(id, "told")]
+    # The coroutine's cancellation is not noted down by these handlers.
+    assert told == (it.ids[1:] if kind == "long" or (kind, times) == ("short", 2) else [])
+
+
+def test_no_new_job_is_claimed_after_the_signal(case: Told) -> None:
+    db, _, _, it, _ = case
+    assert {db.job(id)["worker_id"] for id in it.late} == {worker_id(db, "survivor")}
+
+
+def test_the_worker_is_shown_as_gone_and_said_what_it_waited_for(case: Told) -> None:
+    db, kind, _, it, _ = case
+    row = db.worker(it.worker.name) or {}
+    assert (row["state"], row["stopped_at"] is not None, row["threads_used"]) == ("unavailable", True, 0)
+    (stopping,) = it.worker.events("worker.stopping")
+    assert f"{it.ids[0]} {kind}_async" in stopping["message"]
+    assert "3 running jobs" in stopping["message"]
+
+
+@pytest.fixture
+def idle(server: PostgresServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Database, Fleet]]:
+    with database_on(server) as db:
+        fleet = Fleet(db.dsn, tmp_path_factory.mktemp("idle"), db)
+        try:
+            yield db, fleet
+        finally:
+            fleet.close()
+
+
+def test_an_idle_worker_ends_at_once(idle: tuple[Database, Fleet]) -> None:
+    db, fleet = idle
+    workers = fleet.start_all(["w1", "w2"], PGQUEUE_SHUTDOWN_GRACE="30")
+    started = time.monotonic()
+    workers[0].signal(signal.SIGTERM)
+    workers[1].signal(signal.SIGINT)
+    assert [worker.wait(10) for worker in workers] == [0, 0]
+    assert time.monotonic() - started < 2
+    assert db.value("SELECT count(*) FROM pgqueue.workers WHERE stopped_at IS NOT NULL") == 2
+    assert not db.sessions()
+
+
+def test_jobs_that_were_claimed_ahead_are_given_back(idle: tuple[Database, Fleet]) -> None:
+    """Many short jobs make it claim ahead; none of them waits for a lease when it stops."""
+    db, fleet = idle
+    worker, other = fleet.start("w", threads=2, ready=False), fleet.start("other", queues="none")
+    fleet.wait_until_idle(worker)
+    ids = [id for _ in range(5) for id in db.add_many("nap", [{"seconds": 0.002}] * 400)]
+    wait(lambda: db.statuses(ids).get("completed", 0) > 300, "it is under way")
+    worker.stop()
+    statuses = db.statuses(ids)
+    assert statuses.keys() == {"completed", "pending"}, statuses
+    assert db.value("SELECT count(*) FROM pgqueue.attempts") == 0
+    assert db.value("SELECT max(attempt + lost) FROM pgqueue.jobs WHERE status = 'pending'") == 0
+    other.stop()
+
+
+def test_an_operator_drains_a_worker(idle: tuple[Database, Fleet]) -> None:
+    db, fleet = idle
+    worker = fleet.start("w")
+    running = db.add("nap", {"seconds": 0.8})
+    db.wait_for(running, "running")
+    db.run("UPDATE pgqueue.workers SET draining = true")
+    assert worker.wait(10) == 0
+    assert db.job(running)["status"] == "completed"
+
+
+def test_a_stop_before_the_database_is_there(idle: tuple[Database, Fleet]) -> None:
+    _, fleet = idle
+    fleet.dsn = "postgresql://nobody@127.0.0.1:1/nothing"
+    worker = fleet.start("w", ready=False)
+    wait(lambda: worker.events("database.away"), "it has tried")
+    worker.signal(signal.SIGTERM)
+    assert worker.wait(5) == 0
+
+
+def test_people_can_read_what_it_says(idle: tuple[Database, Fleet]) -> None:
+    db, fleet = idle
+    worker = fleet.start("worker-1", PGQUEUE_LOG="pretty")
+    id = db.add("nap", {"seconds": 0.3})
+    db.wait_for(id, "running")
+    worker.signal(signal.SIGINT)
+    assert worker.wait(10) == 0
+    lines = [line.partition(" ")[2] for line in worker.log.read_text().splitlines()]
+    assert f"worker-1 | processing job {id} nap" in lines
+    assert any(line.startswith("worker-1 | stopping: waiting up to") and f"{id} nap" in line for line in lines)
+    assert any(line.startswith(f"worker-1 | completed job {id} nap in 0.3") for line in lines)

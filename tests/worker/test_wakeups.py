@@ -1,0 +1,117 @@
+"""How soon a job starts: by NOTIFY where somebody sleeps, by the poll in any case, on time if it is scheduled."""
+
+import statistics
+import time
+
+import psycopg
+import pytest
+
+from tests.worker.processes import Database, Fleet, wait
+
+pytestmark = pytest.mark.parametrize("server", ["pg18"], indirect=True)
+
+SLEEPY = {"PGQUEUE_POLL_INTERVAL": "30"}
+
+
+def lateness(db: Database, ids: list[int], since: str = "created_at") -> list[float]:
+    """Seconds from then until each of the jobs was started."""
+    return db.values(
+        f"SELECT extract(epoch FROM started_at - {since})::float8 FROM pgqueue.jobs WHERE id = ANY (%s)", ids
+    )
+
+
+def test_an_insert_wakes_a_worker_that_polls_rarely(db: Database, fleet: Fleet, dsn: str) -> None:
+    fleet.start("w", **SLEEPY)
+    ids = []
+    for _ in range(6):
+        wait(lambda: db.is_idle("w"), "it sleeps")
+        ids.append(db.add("nap"))
+        db.wait_for(ids[-1], "completed", 5)
+    assert max(lateness(db, ids)) < 1
+    assert statistics.median(lateness(db, ids)) < 0.1
+
+    # Many rows of one transaction wake it once, and all of them run.
+    many = db.add_many("nap", [{}] * 1000)
+    db.wait_for_all(many, "completed", 10)
+
+    # What is not committed is not there; what is rolled back never was.
+    with psycopg.connect(dsn) as other:
+        other.execute("INSERT INTO pgqueue.jobs (type) VALUES ('nap')")
+        other.rollback()
+        (held,) = other.execute("INSERT INTO pgqueue.jobs (type) VALUES ('nap') RETURNING id").fetchone() or (0,)
+        time.sleep(0.5)
+        assert db.rows("SELECT id FROM pgqueue.jobs WHERE id = %s", held) == []
+        committed = db.value("SELECT clock_timestamp()")
+    job = db.wait_for(held, "completed", 5)
+    assert (job["started_at"] - committed).total_seconds() < 1
+    assert db.value("SELECT count(*) FROM pgqueue.jobs") == 6 + 1000 + 1
+
+
+def test_a_listener_that_was_cut_off_hears_again(db: Database, fleet: Fleet) -> None:
+    fleet.start("w", **SLEEPY)
+    for _ in range(4):
+        assert db.terminate("listen") == 1
+        # It may be added in the gap, or after it: it is found when the listener is back.
+        in_gap = db.add("nap")
+        db.wait_for(in_gap, "completed", 10)
+        wait(lambda: db.sessions("listen") and db.is_idle("w"), "it listens and sleeps", 10)
+        after = db.add("nap")
+        db.wait_for(after, "completed", 5)
+        assert max(lateness(db, [after])) < 1
+    # Each time it is back as soon as the first time.
+    assert len(fleet.workers[0].events("listen.lost")) == 4
+
+
+def test_without_notify_the_poll_finds_every_job(db: Database, fleet: Fleet) -> None:
+    db.run("UPDATE pgqueue.switches SET enabled = false WHERE name = 'wake'")
+    fleet.start("w", PGQUEUE_POLL_INTERVAL="0.5")
+    ids = []
+    for _ in range(4):
+        wait(lambda: db.is_idle("w"), "it sleeps")
+        ids.append(db.add("nap"))
+        db.wait_for(ids[-1], "completed", 5)
+    assert max(lateness(db, ids)) < 0.5 + 0.5
+
+
+def test_scheduled_jobs_start_on_time(db: Database, fleet: Fleet) -> None:
+    """Not before, and not at the next poll: here that would be half a minute later."""
+    fleet.start("w", **SLEEPY)
+    # Nobody is told of a job that is due in more than two seconds; whoever sleeps must look often enough.
+    far = db.value("INSERT INTO pgqueue.jobs (type, run_at) VALUES ('nap', now() + interval '2.6 s') RETURNING id")
+    db.wait_for(far, "completed", 10)
+    ids = db.values(
+        "INSERT INTO pgqueue.jobs (type, run_at)"
+        " SELECT 'nap', clock_timestamp() + make_interval(secs => 0.3 + n * 0.15) FROM generate_series(0, 12) AS n"
+        " RETURNING id"
+    )
+    assert db.statuses(ids) == {"scheduled": 13}
+    db.wait_for_all(ids, "completed")
+    late = sorted(lateness(db, [far, *ids], "run_at"))
+    assert late[0] >= 0
+    assert statistics.median(late) < 0.1
+    assert late[-1] < 1
+
+
+def test_a_type_that_nobody_knows_stays_and_slows_nobody(db: Database, fleet: Fleet) -> None:
+    db.run("INSERT INTO pgqueue.jobs (type, priority) SELECT 'rare', 5 FROM generate_series(1, 1500)")
+    rare = db.value("SELECT min(id) FROM pgqueue.jobs")
+    fleet.start("w", ready=False)
+    known = db.add_many("nap", [{}] * 20)
+    wait(lambda: db.worker("w"), "it is there")
+    started = time.monotonic()
+    db.wait_for_all(known, "completed", 20)
+    assert time.monotonic() - started < 4
+    assert db.statuses() == {"pending": 1500, "completed": 20}
+    reasons = {row["reason"]: row["detail"] for row in db.rows("SELECT * FROM pgqueue.why(%s)", rare)}
+    assert "knows type rare" in reasons["no_worker_for_type"]
+    assert db.value("SELECT count(*) FROM pgqueue.attempts") == 0
+
+    # New ones pass them as quickly as if they were not there.
+    wait(lambda: db.is_idle("w"), "it sleeps")
+    later = db.add_many("nap", [{}] * 20)
+    db.wait_for_all(later, "completed", 5)
+    assert max(lateness(db, later)) < 1
+
+    # Somebody comes who knows them.
+    fleet.start("other", app="other_app", ready=False)
+    wait(lambda: db.statuses() == {"completed": 1540}, "all of them are done")
