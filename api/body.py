@@ -13,6 +13,8 @@ from starlette.requests import ClientDisconnect, Request
 from pgqueue.api.problems import Problem
 
 LARGEST = 1024 * 1024
+DRAINED = 4 * LARGEST
+"""So much is read, and dropped, so that the client gets to read the answer; after that it is cut off."""
 DEEPEST = 64
 NODES = 200_000
 PATIENCE = 30.0
@@ -34,21 +36,26 @@ async def read(request: Request, *, lenient: bool) -> bytes:
     if request.headers.get("content-encoding", "identity") != "identity":
         raise Problem(415, "unsupported-media-type", "a compressed body is not accepted")
     length = request.headers.get("content-length", "")
-    if length.isdecimal() and int(length[:20]) > LARGEST:
+    if length.isdecimal() and int(length[:20]) > DRAINED:
         raise _too_large()
     chunks, size = [], 0
     try:
         async with asyncio.timeout(PATIENCE):
             async for chunk in request.stream():
                 size += len(chunk)
-                if size > LARGEST:
+                if size > DRAINED:
                     raise _too_large()
-                chunks.append(chunk)
+                if size <= LARGEST:
+                    chunks.append(chunk)
+                else:
+                    chunks.clear()
     except TimeoutError:
         headers = {"connection": "close"}
         raise Problem(408, "timeout", f"the body did not arrive within {PATIENCE:g} s", headers=headers) from None
     except ClientDisconnect:
         raise Problem(400, "invalid-json", "the body ended early") from None
+    if size > LARGEST:
+        raise _too_large()
     return b"".join(chunks)
 
 

@@ -245,7 +245,7 @@ def test_a_role_of_its_own_is_enough(api: Api, dsn: str, server: PostgresServer,
                 "DELETE FROM pgqueue.audit",
                 "INSERT INTO pgqueue.revoked_tokens (jti, expires_at) VALUES ('x', now())",
                 "SELECT pgqueue.write_audit('cancel', 1, 'q', 'forged')",
-                "SELECT pgqueue.claim_jobs('{q}', '{0}', '{0}', NULL, 1, 1, 5, gen_random_uuid(), gen_random_uuid())",
+                "SELECT pgqueue.drop_partitions('30 days')",
             ):
                 with pytest.raises(psycopg.errors.InsufficientPrivilege):
                     conn.execute(forbidden)

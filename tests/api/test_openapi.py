@@ -72,7 +72,6 @@ def test_schemathesis(serve: Any, tmp_path: Path) -> None:
             "--checks=not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance",
             "--phases=coverage,fuzzing",
             "--max-examples=2",
-            "--workers=2",
             "--seed=7",
             "--no-color",
             "--exclude-path-regex=/(wait|login|signup|stream)$",
