@@ -372,9 +372,13 @@ class Runtime:
         return set(self.held) | self.slots.waiting_ids() | self.finisher.ids()
 
     def _cancel(self, ids: Iterable[int]) -> None:
+        why = JobCancelled("somebody cancelled the job")
         for id in ids:
             if (one := self.running.get(id)) is not None:
-                one.stop(JobCancelled("somebody cancelled the job"))
+                one.stop(why)
+        now = time.monotonic()
+        for job, lease_token in self.slots.remove(set(ids)):
+            self.finisher.put(finish.Cancelled(job.id, lease_token, now, now, 0, str(why)), job)
 
     # Messages
 

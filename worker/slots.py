@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
 
 from pgqueue.claim import Claimed
 
@@ -95,8 +96,20 @@ class Slots:
             self.big.clear()
         return waiting
 
+    def remove(self, ids: set[int]) -> list[tuple[Claimed, str]]:
+        """Takes out those of them that wait."""
+        gone = [(entry[0], entry[1]) for queue in self._queues() for entry in queue if entry[0].id in ids]
+        for queue in self._queues() if gone else ():
+            kept = [entry for entry in queue if entry[0].id not in ids]
+            queue.clear()
+            queue.extend(kept)
+        return gone
+
     def waiting_ids(self) -> set[int]:
-        return {entry[0].id for queue in (self.small, self.big, self.suspects) for entry in queue}
+        return {entry[0].id for queue in self._queues() for entry in queue}
+
+    def _queues(self) -> tuple[deque[Any], ...]:
+        return self.small, self.big, self.suspects
 
     async def something_to_do(self) -> None:
         future = asyncio.get_running_loop().create_future()

@@ -182,6 +182,22 @@ def test_small_jobs_run_beside_a_big_one_that_waits(db: Database, fleet: Fleet) 
     assert db.wait_for(big, "completed")["threads_used"] == 2
 
 
+def test_a_job_that_waits_for_threads_can_be_cancelled(db: Database, fleet: Fleet) -> None:
+    fleet.start("w", threads=2)
+    holder = db.add("begin", {"seconds": 60})
+    db.wait_for_effect(holder)
+    big = db.add("begin", thread_demand=2)
+    db.wait_for(big, "running")
+    asked = time.monotonic()
+    db.cancel(big)
+    db.wait_for(big, "cancelled")
+    assert time.monotonic() - asked < 1
+    assert db.effects(big) == []
+    # Nothing is kept for it any more.
+    db.wait_for_all(db.add_many("begin", [{}] * 4), "completed")
+    assert db.job(holder)["status"] == "running"
+
+
 def test_a_worker_with_much_to_do_does_not_forget_what_others_left_for_it(db: Database, fleet: Fleet) -> None:
     """The one that does not know the type meets the job first; the only one that knows it is never without work."""
     fleet.start("all", app="sample_app other_app", threads=1, ready=False)

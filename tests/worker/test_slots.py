@@ -133,6 +133,15 @@ def test_what_waits_too_long_can_be_sent_away_without_the_big_ones() -> None:
     assert taken(pool) == (big.id, 2)
 
 
+def test_those_that_wait_can_be_taken_out() -> None:
+    jobs = [job(), job(2), job(lost=1), job()]
+    pool = offered(4, *jobs)
+    assert pool.remove({999}) == []
+    assert {each.id for each, _ in pool.remove({jobs[0].id, jobs[1].id, jobs[2].id, 999})} == {j.id for j in jobs[:3]}
+    assert pool.waiting_ids() == {jobs[3].id}
+    assert taken(pool) == (jobs[3].id, 1)
+
+
 def test_room() -> None:
     running, bigs = job(), [job(4), job(4)]
     pool = offered(4, running)
