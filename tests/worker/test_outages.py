@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from pgqueue import migrate
-from pgqueue.embedded import PostgresServer, start_postgres
+from pgqueue.embedded import PostgresServer, running_postgres, start_postgres
 from pgqueue.job import NewJob
 from pgqueue.worker.janitor import RECONCILE_AFTER, Janitor
 from pgqueue.worker.link import Link
@@ -140,6 +140,20 @@ def test_everything_stops_and_starts_again(frail: tuple[PostgresServer, Database
     (attempt,) = db.attempts(put_off)
     assert (job["result"], attempt["worker_id"] != job["worker_id"]) == (2, True)
     assert 5.9 < (job["started_at"] - attempt["finished_at"]).total_seconds() < 9
+
+
+def test_a_worker_brings_up_the_embedded_server_and_takes_it_down(own: PostgresServer, tmp_path: Path) -> None:
+    own.stop()
+    fleet = Fleet("", tmp_path)
+    try:
+        worker = fleet.start("w", ready=False, DATABASE_URL="", PGQUEUE_DIR=str(own.directory))
+        wait(lambda: worker.events("worker.started"), "it has started")
+        assert running_postgres(own.directory) is not None
+        worker.stop()
+        assert running_postgres(own.directory) is None
+    finally:
+        fleet.close()
+        own.restart()
 
 
 def test_an_idle_worker_asks_for_little(frail: tuple[PostgresServer, Database, Fleet]) -> None:

@@ -192,6 +192,16 @@ def test_a_stop_before_the_database_is_there(idle: tuple[Database, Fleet]) -> No
     assert worker.wait(5) == 0
 
 
+def test_a_database_without_the_schema_is_refused(idle: tuple[Database, Fleet]) -> None:
+    db, fleet = idle
+    db.run("DROP SCHEMA pgqueue CASCADE")
+    worker = fleet.start("w", ready=False)
+    assert worker.wait() == 1
+    said = worker.log.read_text()
+    assert "pgqueue migrate up" in said
+    assert "Traceback" not in said
+
+
 def test_people_can_read_what_it_says(idle: tuple[Database, Fleet]) -> None:
     db, fleet = idle
     worker = fleet.start("worker-1", PGQUEUE_LOG="pretty")
