@@ -44,7 +44,7 @@ def run(server: PostgresServer, jobs: int = 200_000, part: int = 20_000, batch: 
 
 
 def late(rates: list[float], free: list[float]) -> float:
-    """What is left at the end, beside what the same machine did freely a second before or after: a slow minute hits both."""
+    """What is left at the end, beside what the same machine did freely at that time: a slow minute hits both."""
     third = max(1, len(rates) // 3)
     return median(rate / beside for rate, beside in zip(rates[-third:], free[-third:], strict=True))
 
