@@ -127,12 +127,13 @@ class Claimer:
             return 0.0
         self.look_closer = False
         if await workers.may_sleep(conn):
+            idle_since = time.monotonic()
             if not self.wake.is_set() and not await self._claim(max(1, self._wanted()), quick=False):
                 seconds = self.poll_interval * random.uniform(0.8, 1.0)
-                if not self.lanes.may_sweep(now := time.monotonic()):
-                    # It could not look everywhere yet: it gets up as soon as it may.
+                if self.lanes.last_sweep < idle_since:
+                    # It was not allowed to look everywhere yet: it gets up as soon as it is.
                     self.look_closer = True
-                    seconds = min(seconds, self.lanes.next_sweep - now)
+                    seconds = min(seconds, max(0.0, self.lanes.next_sweep - time.monotonic()))
                 await self._woken(seconds)
             return 0.0
         pause = min(max(pause * 2, WATCHFUL), self.poll_interval)
