@@ -26,6 +26,8 @@ def one_by_one(db: Database, names: list[str], count: int) -> list[str]:
     doers = []
     for _ in range(count):
         wait(lambda: all(db.is_idle(name) for name in names), "all are idle")
+        # One that has just said so looks once more before it sleeps, and may take what comes in that moment.
+        time.sleep(0.4)
         job = db.add("nap")
         db.wait_for(job, "completed")
         doers.append(db.value(DOER, job))
