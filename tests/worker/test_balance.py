@@ -14,6 +14,10 @@ BY_WORKER = (
     "SELECT w.name, count(*) FROM pgqueue.jobs j JOIN pgqueue.workers w ON w.id = j.worker_id"
     " WHERE j.id = ANY (%s) GROUP BY w.name ORDER BY w.name"
 )
+QUIET = (
+    "SELECT bool_and(clock_timestamp() - state_change > interval '0.5 s') FROM pg_stat_activity"
+    " WHERE application_name LIKE 'pgqueue-claim%' AND datname = current_database()"
+)
 DOER = "SELECT w.name FROM pgqueue.jobs j JOIN pgqueue.workers w ON w.id = j.worker_id WHERE j.id = %s"
 
 
@@ -27,7 +31,7 @@ def one_by_one(db: Database, names: list[str], count: int) -> list[str]:
     for _ in range(count):
         wait(lambda: all(db.is_idle(name) for name in names), "all are idle")
         # One that has just said so looks once more before it sleeps, and may take what comes in that moment.
-        time.sleep(0.4)
+        wait(lambda: db.value(QUIET), "all are asleep")
         job = db.add("nap")
         db.wait_for(job, "completed")
         doers.append(db.value(DOER, job))
