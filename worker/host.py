@@ -158,24 +158,29 @@ class WorkerHost:
                 await self._commit(conn, ctx)
 
     async def _commit(self, conn: Connection, ctx: Context) -> None:
-        """Commits, whatever happens meanwhile; when it cannot be known whether it did, the database is asked."""
-        commit = asyncio.ensure_future(conn.execute("COMMIT"))
+        """Commits, whatever happens meanwhile: first the truth, then the cancellation."""
+        commit = asyncio.ensure_future(self._decide(conn, ctx))
         cancelled: asyncio.CancelledError | None = None
         while not commit.done():
             try:
-                await asyncio.shield(commit)
+                await asyncio.wait([commit])
             except asyncio.CancelledError as error:
-                cancelled = error  # first the truth, then the cancellation
-            except Exception:
-                break
-        if (broken := commit.exception()) is not None:
-            if not is_outage(broken):
-                raise broken
+                cancelled = error
+        broken = commit.exception()
+        if broken is None:
+            ctx._written = True
+            failpoint("tx.committed")
+        if (why := cancelled or broken) is not None:
+            raise why
+
+    async def _decide(self, conn: Connection, ctx: Context) -> None:
+        """When it cannot be known whether the commit happened, the database is asked."""
+        try:
+            await conn.execute("COMMIT")
+        except psycopg.Error as error:
+            if not is_outage(error):
+                raise
             await self._resolve(ctx)
-        ctx._written = True
-        failpoint("tx.committed")
-        if cancelled is not None:
-            raise cancelled
 
     async def _resolve(self, ctx: Context) -> None:
         """The connection broke during COMMIT. A locking read waits until the server has decided; it never guesses."""
