@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from uuid import UUID
 
 import psycopg
 from psycopg.rows import dict_row
@@ -96,9 +97,10 @@ class Place:
         assert len(jobs) == len(set(ids)), f"of {ids} only {[job['id'] for job in jobs]} are left"
         return jobs
 
-    async def declare_dead(self) -> None:
-        """Their leases are over, as if they had been silent for long."""
-        await self.conn.execute("UPDATE pgqueue.workers SET expires_at = now() - interval '1 s'")
+    async def declare_dead(self, but: UUID | None = None) -> None:
+        """The leases of all workers but this one are over, as if they had been silent for long."""
+        dead = "UPDATE pgqueue.workers SET expires_at = now() - interval '1 s' WHERE id IS DISTINCT FROM %s"
+        await self.conn.execute(dead, [but])
 
     async def effects(self, mode: str, key: str) -> int:
         if mode == "in_transaction":

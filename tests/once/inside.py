@@ -27,6 +27,7 @@ async def worker_inside(
     if handlers_dsn is not None:
         runtime.host.dsn = handlers_dsn
     task = asyncio.create_task(runtime.run())
+    await asyncio.sleep(0)  # now it has its parts
     try:
         yield runtime
     finally:

@@ -100,6 +100,7 @@ class Nursery:
         threads: int = 4,
         mutant: str | None = None,
         redis_budget: float | None = None,
+        handlers_dsn: str | None = None,
         **env: str,
     ) -> Process:
         request = {
@@ -110,6 +111,7 @@ class Nursery:
             "threads": threads,
             "mutant": mutant,
             "redis_budget": redis_budget,
+            "handlers_dsn": handlers_dsn,
         }
         return self._spawn(request, env | {"DATABASE_URL": dsn})
 
@@ -240,6 +242,8 @@ def be_worker(request: dict[str, Any]) -> None:
     settings = Settings.from_env(dotenv=None)
     app = load_apps([request["app"]])
     runtime = Runtime(app, request["dsn"], settings, threads=request["threads"], queues=request["queues"])
+    if request["handlers_dsn"] is not None:
+        runtime.host.dsn = request["handlers_dsn"]
     log.set_up("json", runtime.worker.name, "info")
     run(runtime)
 

@@ -1,0 +1,606 @@
+"""COMMIT, cut and frozen, cancelled and not serializable: what the handler is told is what has happened."""
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import psycopg
+import pytest
+
+from pgqueue import Context, PgQueue, rescue
+from pgqueue.errors import DatabaseUnavailable
+from pgqueue.outcome import JobAbandoned, JobCancelled, Retry
+from pgqueue.worker.runtime import Runtime
+from tests.db.queue import MiniWorker
+from tests.once.arena import Arena, Place
+from tests.once.inside import worker_inside
+from tests.once.nursery import Nursery
+from tests.once.proxy import Proxy, When, proxied
+
+NO_RETRY = Retry(max_attempts=1)
+SEE = "INSERT INTO public.seen VALUES (%s, %s, %s)"
+ISOLATIONS = ("read committed", "repeatable read", "serializable")
+
+
+@dataclass
+class Story:
+    """What the handler was told at the end of its transaction, call by call, and how the test steers it."""
+
+    told: list[str] = field(default_factory=list)
+    in_block: asyncio.Event = field(default_factory=asyncio.Event)
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    waits: bool = False
+
+    def app(self, *, sync: bool = False, once: bool = True, isolation: str | None = None, **options: Any) -> PgQueue:
+        app = PgQueue()
+        decorate = app.job("t", retry=NO_RETRY, once_per=["key"] if once else (), **options)
+
+        async def in_loop(ctx: Context, key: str) -> None:
+            self.told.append("began")
+            try:
+                async with ctx.transaction(isolation) as tx:
+                    await tx.execute(SEE, [key, ctx.id, ctx.lease_token])
+                    self.in_block.set()
+                    if self.waits:
+                        await self.go_on.wait()
+                    ctx.set_result({"by": ctx.id})
+            except BaseException as error:
+                self.told[-1] = type(error).__name__
+                raise
+            self.told[-1] = "committed"
+
+        def in_thread(ctx: Context, key: str) -> None:
+            self.told.append("began")
+            try:
+                with ctx.transaction_sync(isolation) as tx:
+                    tx.execute(SEE, [key, ctx.id, ctx.lease_token])
+                    ctx.set_result({"by": ctx.id})
+            except BaseException as error:
+                self.told[-1] = type(error).__name__
+                raise
+            self.told[-1] = "committed"
+
+        decorate(in_thread if sync else in_loop)
+        return app
+
+
+async def until(condition: Callable[[], bool], within: float = 10) -> None:
+    for _ in range(round(within / 0.01)):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail("it did not come to pass")
+
+
+async def verdict(place: Place, runtime: Runtime, id: int) -> dict[str, Any]:
+    [job] = await place.ended(id)
+    # The worker's own book-keeping comes a moment later.
+    await until(lambda: runtime.finisher.completed + runtime.finisher.lost > 0)
+    return {
+        "status": job["status"],
+        "attempt": job["attempt"],
+        "result": job["result"],
+        "effects": await place.effects("in_transaction", "k"),
+        "history": await place.value("SELECT count(*) FROM pgqueue.attempts"),
+        "completed": runtime.finisher.completed,
+        "lost": runtime.finisher.lost,
+    }
+
+
+GOOD = {"status": "completed", "attempt": 1, "effects": 1, "history": 0, "completed": 1, "lost": 0}
+
+
+# Cut
+
+
+@pytest.mark.parametrize("once", [True, False], ids=["once_per", "plain"])
+@pytest.mark.parametrize("sync", [False, True], ids=["async", "thread"])
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+async def test_a_commit_that_is_cut_is_resolved(arena: Arena, when: When, sync: bool, once: bool) -> None:
+    story = Story()
+    async with arena.place() as place, proxied(place.dsn) as proxy:
+        proxy.cut("COMMIT", when)
+        id = await place.add("t", {"key": "k"}, max_attempts=1)
+        async with worker_inside(story.app(sync=sync, once=once), place.dsn, handlers_dsn=proxy.dsn()) as runtime:
+            assert await verdict(place, runtime, id) == GOOD | {"result": {"by": id}}
+        assert proxy.cuts == 1
+        if when == "before":
+            assert story.told == ["JobAbandoned", "committed"]
+        else:
+            assert story.told == ["committed"]
+
+
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+async def test_the_end_of_an_outside_effect_is_not_lost_with_a_connection(arena: Arena, when: When) -> None:
+    """Here it is the worker itself that commits the job's end and its effect's."""
+    calls = []
+    app = PgQueue()
+
+    @app.job("t", retry=NO_RETRY, at_most_once=True)
+    async def handler(key: str) -> str:
+        calls.append(key)
+        return "done"
+
+    async with arena.place() as place, proxied(place.dsn) as proxy:
+        async with worker_inside(app, place.dsn) as runtime:
+            runtime.finisher.link.dsn = proxy.dsn()
+            proxy.cut("COMMIT", when)
+            id = await place.add("t", {"key": "k"}, max_attempts=1)
+            assert await verdict(place, runtime, id) == GOOD | {"result": "done", "effects": 0}
+        assert calls == ["k"]
+        assert await place.value("SELECT count(*) FROM pgqueue.effects WHERE done_at IS NOT NULL") == 1
+        assert proxy.cuts == 1
+
+
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+async def test_whoever_enqueues_with_a_key_may_ask_again(arena: Arena, when: When) -> None:
+    async with arena.place() as place, proxied(place.dsn) as proxy:
+        app = PgQueue(proxy.dsn())
+        proxy.cut("SELECT id, inserted FROM pgqueue.add_job", when)
+        with pytest.raises(DatabaseUnavailable):
+            await app.enqueue("t", {"n": 1}, idempotency_key="k")
+        again = await app.enqueue("t", {"n": 1}, idempotency_key="k")
+        assert again.inserted == (when == "before")
+        assert await place.value("SELECT array_agg(id) FROM pgqueue.jobs") == [again.id]
+        await app.close()
+
+
+# Frozen
+
+
+@asynccontextmanager
+async def frozen(place: Place) -> AsyncIterator[None]:
+    """Commits of sessions that wait for standbys wait for one that never comes."""
+    await place.conn.execute("ALTER SYSTEM SET synchronous_standby_names = 'ghost'")
+    await place.conn.execute("SELECT pg_reload_conf()")
+    await shows(place, "ghost")
+    try:
+        yield
+    finally:
+        await place.conn.execute("ALTER SYSTEM RESET synchronous_standby_names")
+        await place.conn.execute("SELECT pg_reload_conf()")
+        await shows(place, "")
+
+
+async def shows(place: Place, wanted: str) -> None:
+    deadline = time.monotonic() + 10
+    while await place.value("SHOW synchronous_standby_names") != wanted:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def commit_waits(place: Place) -> None:
+    await somebody_waits(place, "wait_event = 'SyncRep'")
+
+
+async def somebody_waits(place: Place, how: str) -> None:
+    deadline = time.monotonic() + 20
+    while not await place.value(f"SELECT count(*) FROM pg_stat_activity WHERE {how}"):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def frozen_commit(place: Place, proxy: Proxy, runtime: Runtime, story: Story) -> dict[str, Any]:
+    """The connection is cut while the server has not decided; then the server does. Named in test_mutants.py."""
+    id = await place.add("t", {"key": "k"}, max_attempts=1)
+    await asyncio.wait_for(story.in_block.wait(), 20)
+    async with frozen(place):
+        proxy.cut("COMMIT", "during")
+        story.go_on.set()
+        await asyncio.wait_for(proxy.reached.wait(), 10)
+        await commit_waits(place)
+        # Whoever only looks sees a job that runs.
+        assert (await place.job(id))["status"] == "running"
+        await asyncio.sleep(0.5)
+        told_too_early = story.told != ["began"]
+    return {**await verdict(place, runtime, id), "told": story.told, "told too early": told_too_early}
+
+
+UNFROZEN = GOOD | {"told": ["committed"], "told too early": False}
+
+
+async def test_a_frozen_commit_is_waited_for(arena: Arena) -> None:
+    story = Story(waits=True)
+    async with arena.place() as place, proxied(place.dsn) as proxy:
+        handlers = proxy.dsn(synchronous_commit="on")
+        async with worker_inside(story.app(), place.dsn, handlers_dsn=handlers) as runtime:
+            found = await frozen_commit(place, proxy, runtime, story)
+    assert found == UNFROZEN | {"result": {"by": 1}}
+
+
+@pytest.mark.parametrize("how", ["cancelled", "timeout", "stopped", "cancelled and cut"])
+async def test_a_cancellation_during_the_commit_changes_nothing(arena: Arena, how: str) -> None:
+    story = Story(waits=True)
+    async with arena.place() as place, proxied(place.dsn) as proxy:
+        app = story.app(timeout=2.0 if how == "timeout" else None)
+        handlers = proxy.dsn(synchronous_commit="on")
+        async with worker_inside(app, place.dsn, handlers_dsn=handlers) as runtime:
+            id = await place.add("t", {"key": "k"}, max_attempts=1)
+            await asyncio.wait_for(story.in_block.wait(), 20)
+            async with frozen(place):
+                if how == "cancelled and cut":
+                    proxy.cut("COMMIT", "during")
+                story.go_on.set()
+                await commit_waits(place)
+                if how.startswith("cancelled"):
+                    runtime.running[id].stop(JobCancelled("somebody cancelled the job"))
+                elif how == "stopped":
+                    runtime.running[id].stop(JobAbandoned("the worker stops"))
+                else:
+                    await asyncio.sleep(2.0)
+                await asyncio.sleep(0.3)
+                assert story.told == ["began"]
+            assert await verdict(place, runtime, id) == GOOD | {"result": {"by": id}}
+    # First the truth, then the cancellation.
+    assert story.told == ["CancelledError"]
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+async def test_a_worker_that_stops_does_not_wait_for_ever(arena: Arena, nursery: Nursery, cut: bool) -> None:
+    """The database decides without it, and whoever comes next finds the truth."""
+    async with arena.place() as place, proxied(place.dsn) as proxy:
+        handlers = proxy.dsn(synchronous_commit="on")
+        worker = nursery.worker(place.dsn, handlers_dsn=handlers, PGQUEUE_SHUTDOWN_GRACE="2", **place.env)
+        async with await psycopg.AsyncConnection.connect(place.dsn) as holder, AsyncExitStack() as stack:
+            await holder.execute("LOCK TABLE public.seen")
+            id = await place.add("in_transaction", {"key": "k"}, max_attempts=1)
+            await somebody_waits(place, "wait_event_type = 'Lock' AND query LIKE 'INSERT INTO public.seen%%'")
+            await stack.enter_async_context(frozen(place))
+            if cut:
+                proxy.cut("COMMIT", "during")
+            await holder.rollback()
+            await commit_waits(place)
+            worker.send(signal.SIGTERM)
+            started = time.monotonic()
+            assert await worker.ended(15) == 0, worker.told()
+            assert time.monotonic() - started < 6
+            assert (await place.job(id))["status"] == "running"
+        next = nursery.worker(place.dsn, **place.env)
+        [job] = await place.ended(id)
+        assert (job["status"], job["lost"]) == ("completed", 0)
+        assert await place.effects("in_transaction", "k") == 1
+        next.kill()
+        await next.ended()
+
+
+# Isolation
+
+
+@pytest.mark.parametrize("sync", [False, True], ids=["async", "thread"])
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+async def test_what_the_worker_writes_meanwhile_does_not_disturb(arena: Arena, isolation: str, sync: bool) -> None:
+    """Heartbeats and progress go on while a handler holds its snapshot."""
+    calls = []
+    app = PgQueue()
+    decorate = app.job("t", retry=NO_RETRY, once_per=["key"])
+
+    async def in_loop(ctx: Context, key: str) -> None:
+        calls.append(key)
+        ctx.progress(0, 12)
+        await asyncio.sleep(0.9)
+        async with ctx.transaction(isolation) as tx:
+            await tx.execute(SEE, [key, ctx.id, ctx.lease_token])
+            for n in range(12):
+                ctx.progress(n, 12)
+                await asyncio.sleep(0.1)
+
+    def in_thread(ctx: Context, key: str) -> None:
+        calls.append(key)
+        ctx.progress(0, 12)
+        time.sleep(0.9)
+        with ctx.transaction_sync(isolation) as tx:
+            tx.execute(SEE, [key, ctx.id, ctx.lease_token])
+            for n in range(12):
+                ctx.progress(n, 12)
+                time.sleep(0.1)
+
+    decorate(in_thread if sync else in_loop)
+    async with arena.place() as place:
+        ids = [await place.add("t", {"key": f"k{n}"}, max_attempts=1) for n in range(4)]
+        async with worker_inside(app, place.dsn, heartbeat_interval=0.05):
+            jobs = await place.ended(*ids)
+            beats = await place.value("SELECT count(*) FROM pgqueue.workers WHERE heartbeat_at > started_at")
+        assert [job["status"] for job in jobs] == ["completed"] * 4
+        assert sorted(calls) == ["k0", "k1", "k2", "k3"], "somebody made PostgreSQL refuse a transaction"
+        assert beats == 1
+
+
+@pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
+async def test_handlers_that_share_nothing_do_not_meet_in_our_tables(arena: Arena, isolation: str) -> None:
+    calls: list[int] = []
+    app = PgQueue()
+
+    @app.job("t", retry=NO_RETRY, once_per=["n"])
+    async def handler(ctx: Context, n: int) -> None:
+        calls.append(n)
+        async with ctx.transaction(isolation) as tx:
+            # A row in a table without an index, which nobody reads: they cannot meet there.
+            await tx.execute(SEE, [str(n), ctx.id, ctx.lease_token])
+            await asyncio.sleep(0.02)
+
+    async with arena.place() as place:
+        ids = [await place.add("t", {"n": n}) for n in range(100)]
+        async with worker_inside(app, place.dsn):
+            await place.ended(*ids)
+        assert sorted(calls) == list(range(100))
+
+
+async def test_what_cannot_be_serialized_is_tried_again_in_place_and_uncharged(arena: Arena) -> None:
+    story: list[str] = []
+    app = PgQueue()
+
+    async with arena.place() as place:
+        await place.conn.execute("CREATE TABLE public.accounts (id int PRIMARY KEY, balance int NOT NULL)")
+        await place.conn.execute("INSERT INTO public.accounts VALUES (1, 0)")
+
+        @app.job("t", retry=NO_RETRY, once_per=["key"])
+        async def handler(ctx: Context, key: str) -> None:
+            story.append("began")
+            async with ctx.transaction("repeatable read") as tx:
+                await tx.execute("SELECT balance FROM public.accounts")
+                if len(story) < 3:
+                    await place.conn.execute("UPDATE public.accounts SET balance = balance + 100")
+                await tx.execute("UPDATE public.accounts SET balance = balance + 1")
+                await tx.execute(SEE, [key, ctx.id, ctx.lease_token])
+
+        id = await place.add("t", {"key": "k"}, max_attempts=1)
+        async with worker_inside(app, place.dsn) as runtime:
+            assert await verdict(place, runtime, id) == GOOD | {"result": None}
+        assert len(story) == 3
+        assert await place.value("SELECT balance FROM public.accounts") == 201
+
+
+async def test_a_commit_that_cannot_be_serialized_as_well(arena: Arena) -> None:
+    """Two that each read what the other writes: PostgreSQL finds out at COMMIT, or just before."""
+    calls: list[str] = []
+    both = asyncio.Barrier(2)
+    app = PgQueue()
+
+    @app.job("t", retry=NO_RETRY)
+    async def handler(ctx: Context, key: str) -> None:
+        calls.append(key)
+        async with ctx.transaction("serializable") as tx:
+            await tx.execute("SELECT count(*) FROM public.seen")
+            if len(calls) <= 2:
+                await both.wait()
+            await tx.execute(SEE, [key, ctx.id, ctx.lease_token])
+            if len(calls) <= 2:
+                await both.wait()
+
+    async with arena.place() as place:
+        ids = [await place.add("t", {"key": key}, max_attempts=1) for key in ("a", "b")]
+        async with worker_inside(app, place.dsn):
+            jobs = await place.ended(*ids)
+        assert [(job["status"], job["attempt"]) for job in jobs] == [("completed", 1)] * 2
+        assert len(calls) == 3
+        assert await place.effects("in_transaction", "a") == await place.effects("in_transaction", "b") == 1
+        assert await place.value("SELECT count(*) FROM pgqueue.attempts") == 0
+
+
+async def test_what_never_can_is_charged_in_the_end(arena: Arena) -> None:
+    calls = []
+    app = PgQueue()
+
+    async with arena.place() as place:
+        await place.conn.execute("CREATE TABLE public.accounts (id int PRIMARY KEY, balance int NOT NULL)")
+        await place.conn.execute("INSERT INTO public.accounts VALUES (1, 0)")
+
+        @app.job("t", retry=NO_RETRY)
+        async def handler(ctx: Context) -> None:
+            calls.append(1)
+            async with ctx.transaction("repeatable read") as tx:
+                await tx.execute("SELECT balance FROM public.accounts")
+                await place.conn.execute("UPDATE public.accounts SET balance = balance + 100")
+                await tx.execute("UPDATE public.accounts SET balance = balance + 1")
+
+        id = await place.add("t", {}, max_attempts=1)
+        async with worker_inside(app, place.dsn):
+            [job] = await place.ended(id)
+        assert (job["status"], job["attempt"], len(calls)) == ("failed", 1, 4)
+        assert "SerializationFailure" in job["error_type"]
+
+
+async def test_what_happens_at_most_once_is_not_tried_again_in_place(arena: Arena) -> None:
+    """An error of the database says nothing of what the handler did outside; its next attempt is an attempt."""
+    calls = []
+    app = PgQueue()
+
+    @app.job("t", retry=Retry(max_attempts=2, base=0.01, jitter=0), at_most_once=True)
+    async def handler(ctx: Context) -> None:
+        calls.append(ctx.attempt)
+        if ctx.attempt == 1:
+            raise psycopg.errors.SerializationFailure("as ordered")
+
+    async with arena.place() as place:
+        id = await place.add("t", {}, max_attempts=2)
+        async with worker_inside(app, place.dsn):
+            [job] = await place.ended(id)
+        assert (job["status"], calls) == ("completed", [1, 2])
+
+
+# Lost leases, children, and other languages
+
+
+async def steal(place: Place, id: int) -> MiniWorker:
+    """The worker is taken for dead, and somebody else has the job."""
+    thief = await MiniWorker(place.conn).register()
+    deadline = time.monotonic() + 10
+    while True:
+        # Its next heartbeat would bring it back to life.
+        await place.declare_dead(but=thief.who.worker_id)
+        await rescue.rescue(place.conn)
+        if any(job.id == id for job in await thief.claim()):
+            return thief
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def zombie(place: Place, runtime: Runtime, story: Story) -> dict[str, Any]:
+    """A worker that was taken for dead ends its transaction all the same. Named in test_mutants.py."""
+    id = await place.add("t", {"key": "k"}, max_attempts=1)
+    await asyncio.wait_for(story.in_block.wait(), 20)
+    lease = runtime.running[id].ctx.lease_token
+    # It must not claim the job back.
+    runtime.who.types = ["another"]
+    thief = await steal(place, id)
+    story.go_on.set()
+    await until(lambda: id not in runtime.running)
+    job = await place.job(id)
+    return {
+        "told": story.told,
+        "status": job["status"],
+        "effects": await place.effects("in_transaction", "k"),
+        "children": await place.value("SELECT count(*) FROM pgqueue.jobs WHERE type = 'child'"),
+        "the thief's": str(job["lease_token"]) == thief.tokens[id] != lease,
+    }
+
+
+FENCED = {"told": ["LeaseLost"], "status": "running", "effects": 0, "children": 0, "the thief's": True}
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+async def test_a_lost_lease_takes_everything_back(arena: Arena, isolation: str) -> None:
+    story = Story(waits=True)
+    async with arena.place() as place, worker_inside(story.app(isolation=isolation), place.dsn) as runtime:
+        found = await zombie(place, runtime, story)
+    if isolation != "read committed":
+        # The row has changed under its snapshot: it is told to try again, and only then that the lease is lost.
+        assert found["told"].pop(0) == "SerializationFailure"
+    assert found == FENCED
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["commits", "fails"])
+@pytest.mark.parametrize("sync", [False, True], ids=["async", "thread"])
+async def test_children_come_with_the_transaction_or_not_at_all(arena: Arena, sync: bool, fails: bool) -> None:
+    app = PgQueue()
+
+    @app.job("child", queue="children")
+    async def child(n: int) -> None: ...
+
+    decorate = app.job("t", retry=NO_RETRY)
+
+    async def in_loop(ctx: Context) -> None:
+        async with ctx.transaction() as tx:
+            await child.using(conn=tx).enqueue(1)
+            await child.using(conn=tx).enqueue_many([{"n": 2}, {"n": 3}])
+            if fails:
+                raise ValueError("too late")
+
+    def in_thread(ctx: Context) -> None:
+        with ctx.transaction_sync() as tx:
+            child.using(conn=tx).enqueue_sync(1)
+            child.using(conn=tx).enqueue_many_sync([{"n": 2}, {"n": 3}])
+            if fails:
+                raise ValueError("too late")
+
+    decorate(in_thread if sync else in_loop)
+    async with arena.place() as place:
+        id = await place.add("t", {}, max_attempts=1)
+        async with worker_inside(app, place.dsn):
+            [job] = await place.ended(id)
+        assert job["status"] == ("failed" if fails else "completed")
+        children = await place.value("SELECT count(*) FROM pgqueue.jobs WHERE type = 'child'")
+        assert children == (0 if fails else 3)
+
+
+async def test_an_effect_that_another_job_has_taken_over_is_rolled_back(arena: Arena) -> None:
+    story = Story(waits=True)
+    async with arena.place() as place, worker_inside(story.app(), place.dsn) as runtime:
+        id = await place.add("t", {"key": "k"}, max_attempts=1)
+        await asyncio.wait_for(story.in_block.wait(), 20)
+        await place.conn.execute("UPDATE pgqueue.effects SET job_id = 4711")
+        story.go_on.set()
+        await until(lambda: story.told != ["began"])
+        assert story.told[0] == "LeaseLost"
+        assert await place.effects("in_transaction", "k") == 0 or story.told[1:] == ["committed"]
+        await place.conn.execute("UPDATE pgqueue.effects SET job_id = %s WHERE done_at IS NULL", [id])
+        await verdict(place, runtime, id)
+        assert await place.effects("in_transaction", "k") == 1
+
+
+async def test_in_plain_sql_the_lease_is_asserted(arena: Arena) -> None:
+    """Any language: its effect, and the lease asserted in the same transaction."""
+    async with arena.place() as place:
+        id = await place.add("t", {})
+        owner = await MiniWorker(place.conn).register()
+        await owner.claim()
+        async with await psycopg.AsyncConnection.connect(place.dsn) as conn:
+            await conn.execute(SEE, ["k", id, None])
+            await conn.execute("SELECT pgqueue.assert_lease(%s, %s)", [id, owner.tokens[id]])
+            # From here to the end nobody can take the job.
+            stealing = asyncio.create_task(steal(place, id))
+            await asyncio.sleep(0.3)
+            assert not stealing.done()
+            await conn.commit()
+            thief = await stealing
+            # Now somebody has: the first owner's next transaction comes to nothing.
+            await conn.execute(SEE, ["again", id, None])
+            with pytest.raises(psycopg.Error, match="the lease on job 1 is lost") as error:
+                await conn.execute("SELECT pgqueue.assert_lease(%s, %s)", [id, owner.tokens[id]])
+            assert error.value.sqlstate == "PQ001"
+            await conn.rollback()
+            await conn.execute("SELECT pgqueue.assert_lease(%s, %s)", [id, thief.tokens[id]])
+        assert await place.rows("SELECT key FROM public.seen") == [{"key": "k"}]
+
+
+# What else a handler may do in its transaction
+
+
+async def test_after_the_commit_nothing_can_fail_the_job(arena: Arena) -> None:
+    app = PgQueue()
+    calls = []
+
+    @app.job("t", retry=Retry(max_attempts=3, base=0.01, jitter=0))
+    async def handler(ctx: Context, how: str) -> None:
+        calls.append(how)
+        async with ctx.transaction():
+            pass
+        if how == "error":
+            raise ValueError("too late")
+        if how == "again":
+            async with ctx.transaction() as tx:
+                await tx.execute(SEE, ["twice", ctx.id, None])
+
+    async with arena.place() as place:
+        ids = [await place.add("t", {"how": how}) for how in ("error", "again")]
+        async with worker_inside(app, place.dsn) as runtime:
+            jobs = await place.ended(*ids)
+            await until(lambda: runtime.finisher.completed == 2)
+            assert runtime.finisher.lost == 0
+        assert [job["status"] for job in jobs] == ["completed"] * 2
+        assert sorted(calls) == ["again", "error"]
+        assert await place.value("SELECT count(*) FROM public.seen") == 0
+
+
+async def test_an_isolation_that_does_not_exist_is_refused(arena: Arena) -> None:
+    app = PgQueue()
+
+    @app.job("t", retry=NO_RETRY)
+    async def handler(ctx: Context) -> None:
+        async with ctx.transaction("snapshot"):
+            pass
+
+    async with arena.place() as place:
+        id = await place.add("t", {}, max_attempts=1)
+        async with worker_inside(app, place.dsn):
+            [job] = await place.ended(id)
+        assert "isolation must be one of read committed, repeatable read, serializable" in job["error"]
+
+
+async def test_a_lease_is_what_counts_not_the_worker(arena: Arena) -> None:
+    """Until somebody else has it, a worker that was late may still end its job."""
+    story = Story(waits=True)
+    async with arena.place() as place:
+        async with worker_inside(story.app(), place.dsn, rescue_interval=600) as runtime:
+            id = await place.add("t", {"key": "k"}, max_attempts=1)
+            await asyncio.wait_for(story.in_block.wait(), 20)
+            await until(lambda: runtime.janitor._next_rescue > 0)
+            await asyncio.sleep(0.2)
+            await place.declare_dead()
+            story.go_on.set()
+            assert await verdict(place, runtime, id) == GOOD | {"result": {"by": id}}
+        assert story.told == ["committed"]
