@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import time
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
@@ -20,7 +21,7 @@ PATIENCE = 120.0
 PASSING_PROBLEMS = ("Address already in use", "pre-existing shared memory block")
 
 
-class Server:
+class Server(ABC):
     """A server that belongs to a directory and runs until it is stopped."""
 
     _name: ClassVar[str]
@@ -104,19 +105,19 @@ class Server:
                 time.sleep(0.02)
         self.kill()
 
+    @abstractmethod
     def _command(self) -> list[str]:
         """What to run, everything that it needs being made ready."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _main_pid(self) -> int:
         """The pid of the living server, never one that is now another process's; 0 when there is none."""
-        raise NotImplementedError
 
-    def _members(self) -> list[int]:
-        raise NotImplementedError
+    @abstractmethod
+    def _members(self) -> list[int]: ...
 
-    def _answers(self) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def _answers(self) -> bool: ...
 
 
 def _free_port(wished: int | None, *, strict: bool = False) -> int:
