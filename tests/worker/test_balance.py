@@ -6,7 +6,7 @@ import pytest
 
 from tests.worker.processes import LEASE, Database, Fleet, wait
 
-pytestmark = pytest.mark.parametrize("server", ["pg18"], indirect=True)
+pytestmark = [pytest.mark.parametrize("server", ["pg18"], indirect=True), pytest.mark.beside]
 
 SLEEPY = {"PGQUEUE_POLL_INTERVAL": "30"}
 """Only a NOTIFY wakes it."""
@@ -76,7 +76,7 @@ def test_idle_workers_are_used_in_turn(db: Database, fleet: Fleet) -> None:
 
     # A new one takes its turn, not everything.
     fleet.start("w4", **SLEEPY)
-    assert one_by_one(db, [*names, "w4"], 8) == [*doers[:3], "w4", *doers[:3], "w4"]
+    assert one_by_one(db, [*names, "w4"], 5) == [*doers[:3], "w4", doers[0]]
 
 
 def test_priority_then_order_of_arrival(db: Database, fleet: Fleet) -> None:
@@ -213,6 +213,6 @@ def test_a_worker_with_much_to_do_does_not_forget_what_others_left_for_it(db: Da
     fleet.wait_until_idle(*fleet.workers)
     db.add_many("nap", [{"seconds": 0.05}] * 400)
     wait(lambda: db.statuses().get("completed", 0) > 10, "both are busy")
-    rare = db.add_many("rare", [{}] * 10, priority=10)
-    db.wait_for_all(rare, "completed", 6)
+    rare = db.add_many("rare", [{}] * 3, priority=10)
+    db.wait_for_all(rare, "completed", 8)
     assert db.statuses().get("pending", 0) > 0
