@@ -4,10 +4,10 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help up test lint fmt schema bench clean
+.PHONY: help up test lint fmt schema bench chaos chaos-long clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 up: $(STAMP)  ## start everything here; Ctrl-C stops it
 	@exec $(BIN)/pgqueue up
@@ -30,6 +30,12 @@ schema: $(STAMP)  ## write migrations/schema.sql again, after a new migration
 
 bench: $(STAMP)  ## measure the queue, for a few minutes
 	@$(BIN)/python -m tests.bench
+
+chaos: $(STAMP)  ## break everything and count what became of the jobs, for about five minutes
+	@$(BIN)/python -m tests.chaos
+
+chaos-long: $(STAMP)  ## the same with 100,000 jobs in the storm, for about an hour
+	@$(BIN)/python -m tests.chaos --long
 
 clean:  ## remove what these targets made; the data in .pgqueue stay
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -109,11 +109,11 @@ class Place:
 
 
 @contextmanager
-def started_arena(settings: dict[str, str] | None = None) -> Iterator[Arena]:
+def started_arena(settings: dict[str, str] | None = None, port: int | None = None) -> Iterator[Arena]:
     with tempfile.TemporaryDirectory(prefix="pgqueue-once-", dir=_ram_disk()) as directory:
         Path(directory).chmod(0o711)
         server = start_postgres(
-            Path(directory) / "pg", fast=True, settings={"max_connections": "400"} | (settings or {})
+            Path(directory) / "pg", fast=True, port=port, settings={"max_connections": "400"} | (settings or {})
         )
         try:
             arena = Arena(server, Path(directory))

@@ -101,6 +101,7 @@ class Nursery:
         mutant: str | None = None,
         redis_budget: float | None = None,
         handlers_dsn: str | None = None,
+        level: str = "info",
         **env: str,
     ) -> Process:
         request = {
@@ -112,6 +113,7 @@ class Nursery:
             "mutant": mutant,
             "redis_budget": redis_budget,
             "handlers_dsn": handlers_dsn,
+            "level": level,
         }
         return self._spawn(request, env | {"DATABASE_URL": dsn})
 
@@ -244,7 +246,7 @@ def be_worker(request: dict[str, Any]) -> None:
     runtime = Runtime(app, request["dsn"], settings, threads=request["threads"], queues=request["queues"])
     if request["handlers_dsn"] is not None:
         runtime.host.dsn = request["handlers_dsn"]
-    log.set_up("json", runtime.worker.name, "info")
+    log.set_up("json", runtime.worker.name, request["level"])
     run(runtime)
 
 

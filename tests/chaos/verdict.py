@@ -1,0 +1,88 @@
+"""What became of every job, in four buckets."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tests.chaos.monitor import illegal_moves
+
+if TYPE_CHECKING:
+    from tests.chaos.lab import Ground, Lab
+
+ENDS = ("completed", "failed", "cancelled")
+
+
+@dataclass
+class Verdict:
+    n: int = 0
+    """Jobs that producers tried to add, or whatever else was tried so often."""
+    faults: dict[str, int] = field(default_factory=dict)
+    lost: int = 0
+    """Acknowledged, without an effect, and neither failed nor cancelled."""
+    duplicated: int = 0
+    unexpected: int = 0
+    """Effects that nobody asked for."""
+    recovered: int = 0
+    """Not acknowledged, yet done: allowed."""
+    recovery: list[float] = field(default_factory=list)
+    """Seconds that each fault took to be noticed and repaired."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    """Whatever else was measured."""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not (self.lost or self.duplicated or self.unexpected or self.problems)
+
+    def expect(self, condition: object, problem: str) -> None:
+        if not condition:
+            self.problems.append(problem)
+
+    def line(self) -> dict[str, Any]:
+        return {
+            "n": self.n,
+            "faults": self.faults,
+            "lost": self.lost,
+            "duplicated": self.duplicated,
+            "unexpected": self.unexpected,
+            "recovered": self.recovered,
+            "recovery_p50": percentile(self.recovery, 50),
+            "recovery_p99": percentile(self.recovery, 99),
+            **self.figures,
+            "problems": self.problems,
+        }
+
+
+def percentile(values: list[float], percent: float) -> float | None:
+    if not values:
+        return None
+    return round(sorted(values)[math.ceil(len(values) * percent / 100) - 1], 3)
+
+
+async def judge(lab: "Lab", ground: "Ground", *, failures: tuple[str, ...] = ("in_doubt",)) -> Verdict:
+    """Compares the ledger with the jobs and their effects. Every job must have ended; `failures` are the reasons for
+    which one may be in the dead letter queue."""
+    verdict = Verdict()
+    attempted, acknowledged = lab.ledger.attempted(), lab.ledger.acknowledged()
+    jobs = await ground.rows(
+        "SELECT payload->>'key' AS key, status::text AS status, reason FROM pgqueue.jobs WHERE payload ? 'key'"
+    )
+    fates = {job["key"]: job["status"] for job in jobs}
+    effects = Counter(row["key"] for row in await ground.rows("SELECT key FROM public.effects"))
+    effects.update(call["key"] for call in lab.sink_calls() if not call["replay"])
+    excused = {job["key"] for job in jobs if job["status"] in ("failed", "cancelled")}
+    verdict.n = len(attempted)
+    verdict.lost = len(acknowledged - effects.keys() - excused)
+    verdict.duplicated = sum(count > 1 for count in effects.values()) + len(jobs) - len(fates)
+    verdict.unexpected = len((effects.keys() | fates.keys()) - attempted)
+    verdict.recovered = len((effects.keys() & attempted) - acknowledged)
+    statuses = Counter(job["status"] for job in jobs)
+    reasons = Counter(job["reason"] for job in jobs if job["status"] == "failed")
+    verdict.figures |= {"statuses": dict(statuses), "failed_for": dict(reasons)}
+    verdict.expect(acknowledged <= fates.keys(), f"{len(acknowledged - fates.keys())} acknowledged jobs have no row")
+    verdict.expect(set(statuses) <= set(ENDS), f"jobs that have not ended: {dict(statuses)}")
+    verdict.expect(set(reasons) <= set(failures), f"in the dead letter queue: {dict(reasons)}")
+    if ground.audited:
+        verdict.problems += await illegal_moves(ground.rows)
+    return verdict
