@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any, TypeVar
 
 import psycopg
@@ -50,6 +52,22 @@ async def connect(dsn: str, *, application_name: str = "pgqueue") -> Connection:
         return await psycopg.AsyncConnection.connect(
             dsn, autocommit=True, prepare_threshold=None, application_name=application_name, **CONNECT
         )
+
+
+@contextmanager
+def cut_after(conn: Connection, seconds: float) -> Iterator[None]:
+    """What has not been answered by then fails. A timeout of asyncio would not do: the driver then asks the server to
+    cancel the statement and waits for it, and where the network is silent that takes another ten seconds."""
+    cutting = asyncio.get_running_loop().call_later(seconds, _cut, conn)
+    try:
+        yield
+    finally:
+        cutting.cancel()
+
+
+def _cut(conn: Connection) -> None:
+    with suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(conn.fileno())) as line:
+        line.shutdown(socket.SHUT_RDWR)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from uuid import uuid4
 import psycopg
 from psycopg import sql
 
-from pgqueue.db import Connection, connect
+from pgqueue.db import Connection, connect, cut_after
 from pgqueue.errors import DatabaseUnavailable
 from pgqueue.log import say
 
@@ -20,6 +20,8 @@ logger = logging.getLogger("pgqueue.listen")
 
 PING_EVERY = 10.0
 PONG_WITHIN = 5.0
+LOCK_WITHIN = "4s"
+"""The lock of all NOTIFYs may be held by a commit that hangs. Who is cut off while it waits leaves a session behind."""
 FIRST_PAUSE = 0.1
 DEAF_PAUSE = 30.0
 
@@ -70,7 +72,8 @@ class Listener:
             pause = min(pause * 2, 5.0) if pause < DEAF_PAUSE else pause
 
     async def _listen(self, conn: Connection) -> None:
-        await conn.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self.channel)))
+        with cut_after(conn, PONG_WITHIN):
+            await conn.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self.channel)))
         while True:
             await self._ping(conn)
             if not self.hears:
@@ -84,7 +87,9 @@ class Listener:
     async def _ping(self, conn: Connection) -> None:
         """Sends a word to itself, and waits until it has come."""
         ping = f"ping:{uuid4().hex[:8]}"
-        await conn.execute("SELECT pg_notify(%s, %s)", [self.channel, ping], prepare=False)
+        with cut_after(conn, PONG_WITHIN):
+            query = "SELECT set_config('lock_timeout', %s, true), pg_notify(%s, %s)"
+            await conn.execute(query, [LOCK_WITHIN, self.channel, ping], prepare=False)
         deadline = time.monotonic() + PONG_WITHIN
         came = False
         while not came:

@@ -45,6 +45,7 @@ class Claimer:
         finisher: Finisher,
         poll_interval: float,
         reconcile: Callable[[Connection], Awaitable[None]],
+        lease_stands: Callable[[], bool],
     ) -> None:
         self.link = link
         self.who = who
@@ -53,6 +54,8 @@ class Claimer:
         self.poll_interval = poll_interval
         self.reconcile = reconcile
         """Gives back what was claimed without our knowing."""
+        self.lease_stands = lease_stands
+        """What is claimed by a worker that others take for dead is rescued at once."""
         self.lanes = Lanes()
         self.mean_size = 1.0
         """Characters of a payload, of late."""
@@ -97,6 +100,9 @@ class Claimer:
             if (wanted := self._wanted()) <= 0:
                 self._room.clear()
                 await self._room.wait()
+                continue
+            if not self.lease_stands():
+                await asyncio.sleep(WATCHFUL)
                 continue
             try:
                 if self._unsure:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 
 from pgqueue import workers
+from pgqueue.db import Connection, cut_after
 from pgqueue.failpoints import failpoint
 from pgqueue.log import say
 from pgqueue.worker.link import Link
@@ -36,7 +37,9 @@ class Heartbeat:
         self.beat = beat
         self.confirmed = time.monotonic()
         """When the last heartbeat that PostgreSQL confirmed was sent: the lease holds from then."""
-        self._link = Link(dsn, f"pgqueue-heartbeat {worker.name}")
+        # Three heartbeats in a row may be lost on the way.
+        self._patience = (worker.lease_timeout - interval) / 4
+        self._link = Link(dsn, f"pgqueue-heartbeat {worker.name}", longest_pause=min(0.5, self._patience / 4))
         self._stop = threading.Event()
         self._now = False
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="heartbeat", daemon=True)
@@ -61,19 +64,19 @@ class Heartbeat:
         while not self._stop.is_set():
             started = time.monotonic()
             try:
-                async with asyncio.timeout(self.worker.lease_timeout / 2):
-                    await self._beat(started)
-            except Exception as error:  # whatever it is, the leases need the next beat
+                async with asyncio.timeout(self._patience):
+                    conn = await self._link.get()
+                with cut_after(conn, self._patience):
+                    await self._beat(conn)
+            except Exception as error:  # whatever it is, the leases need the next beat, and sooner than usual
                 await self._link.failed(error, "the heartbeat is tried again")
-                # Sooner than usual: the lease is running out.
-                self._stop.wait(min(self.interval, 0.5))
                 continue
             while not (self._stop.is_set() or self._now) and time.monotonic() - started < self.interval:
                 self._stop.wait(min(0.1, self.interval))
         await self._link.close()
 
-    async def _beat(self, started: float) -> None:
-        conn = await self._link.get()
+    async def _beat(self, conn: Connection) -> None:
+        started = time.monotonic()
         failpoint("heartbeat.before")
         self._now = False
         vitals = self.vitals()

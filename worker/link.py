@@ -15,14 +15,14 @@ from pgqueue.log import say
 
 logger = logging.getLogger("pgqueue.worker")
 
-LONGEST_PAUSE = 2.0
 QUIET = 10.0
 
 
 class Link:
-    def __init__(self, dsn: str, name: str) -> None:
+    def __init__(self, dsn: str, name: str, *, longest_pause: float = 2.0) -> None:
         self.dsn = dsn
         self.name = name
+        self.longest_pause = longest_pause
         self._conn: Connection | None = None
         self._pause = 0.0
         self._last_failure = -QUIET
@@ -52,7 +52,8 @@ class Link:
         now = time.monotonic()
         self._down_since = self._down_since or now
         # A connection that opens and then fails at once is still an outage: only some quiet resets the pause.
-        self._pause = min(max(self._pause * 2, 0.05), LONGEST_PAUSE) if now - self._last_failure < QUIET else 0.05
+        growing = now - self._last_failure < QUIET
+        self._pause = min(max(self._pause * 2, 0.05), self.longest_pause) if growing else 0.05
         self._last_failure = now
         await self.close()
 

@@ -155,6 +155,7 @@ class Runtime:
             self.finisher,
             self.settings.poll_interval,
             partial(self.janitor.reconcile, age=0),
+            lambda: self.heartbeat.lease_stands(),
         )
         self.listener = Listener(
             self.settings.listen_url or self.dsn, workers.channel(self.worker.id), self._heard, f"pgqueue-listen {name}"
