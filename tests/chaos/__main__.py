@@ -42,7 +42,7 @@ async def report(scenarios: list[Scenario], scale: str, seed: int) -> int:
     async for line in run_all(scenarios, scale, seed):  # type: ignore[arg-type]
         print(json.dumps(line), flush=True)
         append(line)
-        failed += not line["ok"]
+        failed += line["ok"] is False
     return min(failed, 1)
 
 

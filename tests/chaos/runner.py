@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.chaos.lab import Lab, Scale, Suite
 from tests.chaos.registry import Scenario
-from tests.chaos.verdict import Verdict
+from tests.chaos.verdict import Skipped, Verdict
 
 AT_A_TIME = 3
 RESULTS = Path(__file__).parent / "results.jsonl"
@@ -51,6 +51,8 @@ async def run(suite: Suite, scenario: Scenario, scale: Scale, seed: int) -> dict
                     verdict = await scenario.body(lab)
             finally:
                 seconds = time.monotonic() - started
+    except Skipped as missing:
+        verdict.skipped = str(missing)
     except Exception as error:
         traceback.print_exception(error)
         verdict.problems.append(f"{type(error).__name__}: {error}"[:2000])

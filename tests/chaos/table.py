@@ -11,7 +11,21 @@ README = Path(__file__).parent / "README.md"
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 SCALES = ("minute", "normal", "long")
 TOLD = ("lost", "duplicated", "unexpected", "recovered")
-LEFT_OUT = {"test", "scale", "seed", "ok", "n", "faults", *TOLD, "problems", "seconds", "at", "statuses", "failed_for"}
+LEFT_OUT = {
+    "test",
+    "scale",
+    "seed",
+    "ok",
+    "n",
+    "faults",
+    *TOLD,
+    "problems",
+    "skipped",
+    "seconds",
+    "at",
+    "statuses",
+    "failed_for",
+}
 
 
 def write(scenarios: dict[str, Scenario]) -> None:
@@ -41,6 +55,8 @@ def told(line: dict[str, Any]) -> str:
         parts.append(", ".join(f"{count} {what}" for what, count in line["faults"].items()))
     parts.append(", ".join(f"{name} {line[name]}" for name in TOLD))
     parts += [f"{name} {value}" for name, value in line.items() if name not in LEFT_OUT and value is not None]
+    if line.get("skipped"):
+        return f"**skipped**: {line['skipped']}"
     if not line["ok"]:
         parts.append("**FAILED**: " + "; ".join(line["problems"]))
     return "; ".join(parts).replace("|", "/").replace("\n", " ")

@@ -18,4 +18,4 @@ def test_nothing_is_lost_or_done_twice_whatever_breaks() -> None:
 
     lines = asyncio.run(run())
     print("\n".join(json.dumps(line) for line in lines))
-    assert [line for line in lines if not line["ok"]] == []
+    assert [line for line in lines if line["ok"] is False] == []

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 ENDS = ("completed", "failed", "cancelled")
 
 
+class Skipped(Exception):
+    """This machine lacks what the fault needs; that is never a pass."""
+
+
 @dataclass
 class Verdict:
     n: int = 0
@@ -30,9 +34,12 @@ class Verdict:
     figures: dict[str, Any] = field(default_factory=dict)
     """Whatever else was measured."""
     problems: list[str] = field(default_factory=list)
+    skipped: str | None = None
 
     @property
-    def ok(self) -> bool:
+    def ok(self) -> bool | None:
+        if self.skipped is not None:
+            return None
         return not (self.lost or self.duplicated or self.unexpected or self.problems)
 
     def expect(self, condition: object, problem: str) -> None:
@@ -51,6 +58,7 @@ class Verdict:
             "recovery_p99": percentile(self.recovery, 99),
             **self.figures,
             "problems": self.problems,
+            "skipped": self.skipped,
         }
 
 
