@@ -28,8 +28,8 @@ fmt: $(STAMP)  ## format the code and fix what can be fixed
 schema: $(STAMP)  ## write migrations/schema.sql again, after a new migration
 	@$(BIN)/python -m pgqueue.migrations.dump
 
-bench: $(STAMP)  ## measure the queue, for a few minutes
-	@$(BIN)/python -m tests.bench
+bench: $(STAMP)  ## measure the queue beside the strongest others, for a few minutes
+	@$(BIN)/python -m tests.bench.peers
 
 chaos: $(STAMP)  ## break everything and count what became of the jobs, for about five minutes
 	@$(BIN)/python -m tests.chaos
@@ -38,7 +38,7 @@ chaos-long: $(STAMP)  ## the same with 100,000 jobs in the storm, for about an h
 	@$(BIN)/python -m tests.chaos --long
 
 clean:  ## remove what these targets made; the data in .pgqueue stay
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -145,13 +144,23 @@ def print_json(name: str, figures: dict[str, Any]) -> None:
     print(json.dumps({"benchmark": name, **figures}), flush=True)
 
 
-def print_machine(server: PostgresServer) -> None:
+def machine(server: PostgresServer) -> dict[str, Any]:
+    """What the figures were measured on."""
     with psycopg.connect(server.dsn) as conn:
         row = conn.execute("SELECT version()").fetchone()
         settings = dict(
             conn.execute("SELECT name, current_setting(name) FROM pg_settings WHERE name = ANY (%s)", [list(SHOWN)])
         )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    print(f"{platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()}")
-    print(str(row[0] if row else "").partition(" on ")[0] + ": " + ", ".join(f"{k} {v}" for k, v in settings.items()))
-    sys.stdout.flush()
+    hardware = f"{platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB"
+    return {
+        "machine": f"{hardware}, Python {platform.python_version()}",
+        "postgres": str(row[0] if row else "").partition(" on ")[0],
+        "settings": settings,
+    }
+
+
+def print_machine(server: PostgresServer) -> None:
+    about = machine(server)
+    print(about["machine"])
+    print(f"{about['postgres']}: " + ", ".join(f"{k} {v}" for k, v in about["settings"].items()), flush=True)

@@ -4,6 +4,8 @@ import pytest
 
 from pgqueue.embedded import PostgresServer
 from tests.bench import floors, inserters, statements, worker
+from tests.bench.peers import registry, report, runner
+from tests.bench.peers.peer import Here
 
 pytestmark = pytest.mark.parametrize("server", ["pg18"], indirect=True)
 
@@ -27,3 +29,15 @@ def test_worker(server: PostgresServer) -> None:
     figures = worker.run(server, jobs=500, rounds=1, samples=20, seconds=0.5, memory=400)
     assert [len(rates) for rates in figures["jobs_per_second"].values()] == [1, 1, 1]
     assert all(size > 0 for size in figures["memory_mb"])
+
+
+def test_peers(server: PostgresServer) -> None:
+    """Ours, the floor, and one of the others if it happens to be installed."""
+    others = [peer for peer in registry.PEERS.values() if peer.installed and not isinstance(peer, Here)]
+    peers = [registry.PEERS["pgqueue"], registry.PEERS["floor"], *others[:1]]
+    results = runner.Results()
+    with runner.sites(server, peers) as sites:
+        runner.main_measures(sites, runner.TINY, results)
+    assert not results.missing
+    assert all(results.figures["drain, 2 processes"][peer.name][0]["jobs/s"] > 0 for peer in peers)
+    assert len(report.tables(results.figures)) == len(report.SECTIONS)

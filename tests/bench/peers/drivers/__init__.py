@@ -1,0 +1,1 @@
+"""One driver a peer, run in the peer's environment."""

@@ -1,0 +1,12 @@
+"""All peers, ours first."""
+
+from __future__ import annotations
+
+from tests.bench.peers import floor, graphile, ours, pgboss, pgqueuer, procrastinate
+from tests.bench.peers.peer import Peer
+
+PEERS: dict[str, Peer] = {
+    peer.name: peer for module in (ours, floor, graphile, pgboss, pgqueuer, procrastinate) for peer in module.PEERS
+}
+STRONGEST = ("pgqueue", "floor", "graphile-batched", "pgboss", "pgqueuer-asyncpg")
+"""What the short run measures."""
