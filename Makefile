@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help up test lint fmt schema bench chaos chaos-long clean
+.PHONY: help up test lint fmt schema bench chaos chaos-long mutants clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ chaos: $(STAMP)  ## break everything and count what became of the jobs, for abou
 
 chaos-long: $(STAMP)  ## the same with 100,000 jobs in the storm, for about an hour
 	@$(BIN)/python -m tests.chaos --long
+
+mutants: $(STAMP)  ## break the queue in ten ways; each time a test must notice
+	@$(BIN)/python -m tests.mutants
 
 clean:  ## remove what these targets made; the data in .pgqueue stay
 	rm -rf .venv .bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -163,7 +163,7 @@ def main() -> None:
     importlib.import_module("tests.once.handlers")
     for name in ("runtime", "load", "jobs"):
         importlib.import_module(f"pgqueue.worker.{name}")
-    for name in ("redis.asyncio", "psycopg_pool", "uvloop", "pgqueue.log", "tests.once.mutants"):
+    for name in ("redis.asyncio", "psycopg_pool", "uvloop", "pgqueue.log", "tests.mutants"):
         importlib.import_module(name)
     gc.freeze()  # a collection in a fork would copy every page
     children: set[int] = set()
@@ -236,9 +236,9 @@ def be_worker(request: dict[str, Any]) -> None:
     from pgqueue.worker.runtime import Runtime, run
 
     if request["mutant"] is not None:
-        from tests.once import mutants
+        from tests.mutants import MUTANTS
 
-        mutants.MUTANTS[request["mutant"]]()
+        MUTANTS[request["mutant"]].apply(setattr)
     if request["redis_budget"] is not None:
         idempotency.BUDGET = request["redis_budget"]
     settings = Settings.from_env(dotenv=None)

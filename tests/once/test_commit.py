@@ -309,6 +309,27 @@ async def test_what_the_worker_writes_meanwhile_does_not_disturb(arena: Arena, i
         assert beats == 1
 
 
+async def test_handlers_that_hold_every_connection_do_not_cost_their_leases(arena: Arena) -> None:
+    """There are four for handlers. The heartbeat has its own, and the lease is shorter than they are held."""
+    calls: list[int] = []
+    app = PgQueue()
+
+    @app.job("t", retry=NO_RETRY)
+    async def handler(ctx: Context, n: int) -> None:
+        calls.append(n)
+        async with ctx.transaction() as tx:
+            await tx.execute(SEE, [str(n), ctx.id, ctx.lease_token])
+            await asyncio.sleep(3)
+
+    async with arena.place() as place:
+        ids = [await place.add("t", {"n": n}) for n in range(4)]
+        async with worker_inside(app, place.dsn, lease_timeout=1.5, heartbeat_interval=0.2):
+            jobs = await place.ended(*ids)
+        assert sorted(calls) == [0, 1, 2, 3]
+        assert [(job["status"], job["lost"]) for job in jobs] == [("completed", 0)] * 4
+        assert await place.value("SELECT count(*) FROM public.seen") == 4
+
+
 @pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
 async def test_handlers_that_share_nothing_do_not_meet_in_our_tables(arena: Arena, isolation: str) -> None:
     calls: list[int] = []

@@ -156,8 +156,9 @@ def test_outcome(case: Case, outcomes: dict[Case, Outcome | BaseException]) -> N
 class Story:
     """One case, from the job's birth to its end."""
 
-    def __init__(self, case: Case, place: Place, nursery: Nursery, redis_url: str) -> None:
+    def __init__(self, case: Case, place: Place, nursery: Nursery, redis_url: str, mutant: str | None = None) -> None:
         self.case = case
+        self.mutant = mutant
         self.place = place
         self.nursery = nursery
         self.redis_url = redis_url
@@ -233,7 +234,9 @@ class Story:
     def worker(self, queues: list[str] | None = None, **env: str) -> Process:
         env |= self.place.env | {"REDIS_URL": self.redis_url}
         # Many processes at once are slow: what is to be seen is the point, not that Redis was not waited for.
-        process = self.nursery.worker(self.place.dsn, queues=queues or [self.case.mode], redis_budget=10, **env)
+        process = self.nursery.worker(
+            self.place.dsn, queues=queues or [self.case.mode], mutant=self.mutant, redis_budget=10, **env
+        )
         self.processes.append(process)
         return process
 
