@@ -149,6 +149,12 @@ async def hold(producer: Producer, jobs: float, first: float) -> dict[str, Any]:
     return {}
 
 
+async def hidden(producer: Any, jobs: float) -> dict[str, Any]:
+    """No-op jobs where no worker sees them, for those who live in Redis."""
+    await _maybe(producer.add_hidden(int(jobs)))
+    return {}
+
+
 async def setup(producer: Producer) -> dict[str, Any]:
     return {}
 
@@ -160,6 +166,7 @@ MEASURES: dict[str, Callable[..., Awaitable[dict[str, Any]]]] = {
     "stamps": stamps,
     "schedule": schedule,
     "hold": hold,
+    "hidden": hidden,
 }
 
 
