@@ -94,8 +94,8 @@ def is_outage(error: BaseException) -> bool:
         return isinstance(error, DatabaseUnavailable | OSError)
     state = error.sqlstate
     if state is None:
-        # Raised by the driver itself: the connection broke, or it never came to be.
-        return isinstance(error, psycopg.OperationalError)
+        # Raised by the driver itself: the connection broke, or it never came to be, or there was no answer at all.
+        return isinstance(error, psycopg.OperationalError | psycopg.InternalError)
     # 08 connection, 53 no resources, 57P shutdown, 25006 a standby: all of them pass.
     return state[:2] in ("08", "53") or state[:3] == "57P" or state == "25006"
 

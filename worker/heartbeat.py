@@ -92,6 +92,7 @@ class Heartbeat:
             text = "this worker's row is gone: it registers anew"
             say(logger, logging.WARNING, "worker.unknown", text)
             await workers.register(conn, self.worker)
+            self.confirmed = started
             return
         self.confirmed = started
         self.beat(pulse)

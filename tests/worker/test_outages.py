@@ -117,6 +117,33 @@ def test_results_are_kept_while_the_database_is_away(frail: tuple[PostgresServer
     assert all(worker.process.poll() is None for worker in fleet.workers)
 
 
+def test_the_heartbeat_comes_back_however_short_the_lease(frail: tuple[PostgresServer, Database, Fleet]) -> None:
+    server, db, fleet = frail
+    fleet.start("w")
+    server.stop()
+    time.sleep(2 * LEASE)
+    server.restart()
+    db.again()
+    lives = "SELECT count(*) FROM pgqueue.workers WHERE name = 'w' AND expires_at > now() AND stopped_at IS NULL"
+    wait(lambda: db.value(lives) == 1, "its lease stands again", 10)
+    db.wait_for_all(db.add_many("nap", [{"seconds": 0.02}] * 20), "completed")
+
+
+@on_18
+def test_a_worker_without_a_heartbeat_claims_nothing(db: Database, fleet: Fleet) -> None:
+    """The others would take its jobs away, again and again."""
+    fleet.start("w")
+    with psycopg.connect(db.dsn) as conn:
+        conn.execute("SELECT FROM pgqueue.workers WHERE name = 'w' FOR UPDATE")
+        time.sleep(LEASE)
+        id = db.add("work")
+        ready = db.job(id)["seq"]
+        time.sleep(1)
+        job = db.job(id)
+        assert (job["status"], job["seq"]) == ("pending", ready)
+    db.wait_for(id, "completed")
+
+
 def test_everything_stops_and_starts_again(frail: tuple[PostgresServer, Database, Fleet]) -> None:
     """First the database, then the worker, which must not wait for it for longer than its grace; then all come back."""
     server, db, fleet = frail
