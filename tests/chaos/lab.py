@@ -16,6 +16,7 @@ import random
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -70,7 +71,7 @@ class Ground(Place):
                 async with self.conn.cursor(row_factory=dict_row) as cursor:
                     await cursor.execute(query.encode(), parameters or None)
                     return await cursor.fetchall() if cursor.description else []
-            except psycopg.OperationalError:
+            except (psycopg.OperationalError, psycopg.InternalError):
                 await self._connect_again()
 
     async def _connect_again(self) -> None:
@@ -111,6 +112,8 @@ class Suite:
         self.folder = folder
         self.nursery = nursery
         self.arena = arena
+        self.failed = False
+        """Whether the logs are worth keeping."""
 
     @classmethod
     @asynccontextmanager
@@ -122,11 +125,15 @@ class Suite:
         nursery = Nursery(logs)
         arena = started_arena(DURABLE, free_port())
         try:
-            yield cls(folder, nursery, await asyncio.to_thread(arena.__enter__))
+            suite = cls(folder, nursery, await asyncio.to_thread(arena.__enter__))
+            yield suite
         finally:
             nursery.close()
             await asyncio.to_thread(arena.__exit__, None, None, None)
-            shutil.rmtree(folder, ignore_errors=True)
+            if suite.failed:
+                print(f"what went wrong is in {folder}", file=sys.stderr)
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 class Lab:
@@ -259,10 +266,12 @@ class Lab:
                     conn = await psycopg.AsyncConnection.connect(dsn or ground.dsn, connect_timeout=5)
                 rows = [(type, Jsonb(payload)) for type, payload in some]
                 async with conn.cursor() as cursor:
-                    await cursor.executemany(b"INSERT INTO pgqueue.jobs (type, payload) VALUES (%s, %s)", rows)
+                    await cursor.executemany(
+                        b"INSERT INTO pgqueue.jobs (type, payload, max_attempts) VALUES (%s, %s, 20)", rows
+                    )
                 await conn.commit()
                 self.ledger.acknowledge(keys)
-            except psycopg.OperationalError:
+            except (psycopg.OperationalError, psycopg.InternalError):
                 if conn is not None:
                     await conn.close()
                 conn = None
