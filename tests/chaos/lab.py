@@ -75,16 +75,9 @@ class Ground(Place):
                 await self._connect_again()
 
     async def _connect_again(self) -> None:
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                await self.conn.close()
-                self.conn = await psycopg.AsyncConnection.connect(self.dsn, autocommit=True)
-                return
-            except psycopg.OperationalError:
-                if time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(0.1)
+        await self.conn.close()
+        self.conn = await connected(self.dsn)
+        await self.conn.set_autocommit(True)
 
     async def settled(self, within: float = 60) -> None:
         """Until every job has ended."""
@@ -260,11 +253,11 @@ class Lab:
         for start in range(0, len(jobs), batch):
             some = jobs[start : start + batch]
             keys = [payload["key"] for _, payload in some]
+            rows = [(type, Jsonb(payload)) for type, payload in some]
+            if conn is None or conn.closed:
+                conn = await connected(dsn or ground.dsn)
             self.ledger.attempt(keys)
             try:
-                if conn is None or conn.closed:
-                    conn = await psycopg.AsyncConnection.connect(dsn or ground.dsn, connect_timeout=5)
-                rows = [(type, Jsonb(payload)) for type, payload in some]
                 async with conn.cursor() as cursor:
                     await cursor.executemany(
                         b"INSERT INTO pgqueue.jobs (type, payload, max_attempts) VALUES (%s, %s, 20)", rows
@@ -272,10 +265,7 @@ class Lab:
                 await conn.commit()
                 self.ledger.acknowledge(keys)
             except (psycopg.OperationalError, psycopg.InternalError):
-                if conn is not None:
-                    await conn.close()
-                conn = None
-                await asyncio.sleep(0.1)
+                await conn.close()
         if conn is not None:
             await conn.close()
 
@@ -291,6 +281,18 @@ class Lab:
         for process in self.alive:
             process.send(signal.SIGCONT)
             process.kill()
+
+
+async def connected(dsn: str, within: float = 60) -> psycopg.AsyncConnection:
+    """A connection, as soon as there can be one."""
+    deadline = time.monotonic() + within
+    while True:
+        try:
+            return await psycopg.AsyncConnection.connect(dsn, connect_timeout=5)
+        except psycopg.OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(0.1)
 
 
 def observed(verdict: Verdict, monitor: Monitor) -> None:
