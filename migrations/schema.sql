@@ -383,6 +383,10 @@ BEGIN
         ORDER BY c.relname
     LOOP
         BEGIN
+            IF leaf LIKE 'jobs%' THEN
+                EXECUTE format('UPDATE pgqueue.idempotency_keys k SET result = f.result FROM pgqueue.%I f '
+                               'WHERE f.id = k.job_id AND f.result IS NOT NULL AND k.expires_at > now()', leaf);
+            END IF;
             EXECUTE format('DROP TABLE pgqueue.%I', leaf);
             dropped := dropped + 1;
         EXCEPTION WHEN lock_not_available THEN
@@ -957,6 +961,8 @@ CREATE TABLE pgqueue.idempotency_keys (
     created_at timestamp with time zone DEFAULT now() NOT NULL,
     expires_at timestamp with time zone NOT NULL
 );
+
+COMMENT ON COLUMN pgqueue.idempotency_keys.result IS 'The result of its job, once the history of the day on which that ended is dropped; until then the job has it.';
 
 CREATE VIEW pgqueue.job_metrics AS
  SELECT id,

@@ -153,6 +153,8 @@ CREATE TABLE pgqueue.idempotency_keys (
     expires_at  timestamptz NOT NULL
 );
 
+COMMENT ON COLUMN pgqueue.idempotency_keys.result IS 'The result of its job, once the history of the day on which that ended is dropped; until then the job has it.';
+
 CREATE INDEX idempotency_keys_expiry ON pgqueue.idempotency_keys (expires_at);
 
 CREATE TABLE pgqueue.audit (
@@ -776,6 +778,8 @@ BEGIN
 END $$;
 
 -- Drops the daily partitions that are older than `keep`; one that is in use is left for the next time.
+-- A key may outlive its job: then it keeps the first result. Not when the job completes, for whoever repeats a key in a
+-- transaction that stays open holds the key's row, and nobody who finishes jobs may have to wait for that.
 CREATE FUNCTION pgqueue.drop_partitions(keep interval) RETURNS integer LANGUAGE plpgsql SECURITY DEFINER
     SET search_path = pg_catalog, pg_temp SET timezone = 'UTC' SET lock_timeout = '500ms' AS $$
 DECLARE
@@ -795,6 +799,10 @@ BEGIN
         ORDER BY c.relname
     LOOP
         BEGIN
+            IF leaf LIKE 'jobs%' THEN
+                EXECUTE format('UPDATE pgqueue.idempotency_keys k SET result = f.result FROM pgqueue.%I f '
+                               'WHERE f.id = k.job_id AND f.result IS NOT NULL AND k.expires_at > now()', leaf);
+            END IF;
             EXECUTE format('DROP TABLE pgqueue.%I', leaf);
             dropped := dropped + 1;
         EXCEPTION WHEN lock_not_available THEN

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import date
+from datetime import date, timedelta
 from typing import Annotated, Any
 from uuid import UUID
 
@@ -15,6 +15,7 @@ from psycopg import errors as pg
 from pydantic import BaseModel, Field, PlainSerializer, PlainValidator
 
 from pgqueue import PgQueue, control, finish, idempotency, prune
+from pgqueue.enqueue import add_jobs
 from pgqueue.errors import JobNotFound, LeaseLost, WrongStatus
 from pgqueue.idempotency import Effect, Standing, effect_key
 from pgqueue.job import Lease, NewJob, Status
@@ -425,6 +426,33 @@ async def test_only_keys_that_are_expired_and_whose_job_has_ended_are_forgotten(
         "expired unfinished",
         "fresh",
     ]
+
+
+async def test_a_key_that_outlives_its_job_keeps_the_result(conn, dsn) -> None:
+    for key, ttl in (("long", 90 * 86400), ("short", 60)):
+        await add(conn, NewJob(type="t", idempotency_key=key, key_ttl=ttl))
+    worker = await MiniWorker(conn).register()
+    await worker.complete(await worker.claim(), '{"paid": 7}')
+    # As if it had been long ago.
+    ago = "finished_at - interval '40 days'"
+    day = await value(conn, f"SELECT min({ago})::date FROM pgqueue.jobs")
+    await conn.execute(
+        f"CREATE TABLE pgqueue.jobs_finished_{day:%Y%m%d} PARTITION OF pgqueue.jobs_finished"
+        f" FOR VALUES FROM ('{day}') TO ('{day + timedelta(days=2)}')"
+    )
+    await conn.execute(f"UPDATE pgqueue.jobs SET finished_at = {ago}")
+    await conn.execute("UPDATE pgqueue.idempotency_keys SET expires_at = now() WHERE key = 'short'")
+    async with connected(dsn) as holder, holder.transaction():
+        # Somebody repeats the key and does not end: the history waits.
+        await holder.execute("SELECT pgqueue.add_job('t', idempotency_key => 'long')")
+        assert await prune.prune(conn, 30) == 0
+    assert await prune.prune(conn, 30) == 1
+    assert await value(conn, "SELECT count(*) FROM pgqueue.jobs") == 0
+    assert await value(conn, "SELECT json_object_agg(key, result) FROM pgqueue.idempotency_keys") == {
+        "long": {"paid": 7}
+    }
+    again = await add_jobs(conn, [NewJob(type="t", idempotency_key="long")])
+    assert [added.inserted for added in again] == [False]
 
 
 async def test_one_that_is_in_use_is_passed_over(conn, dsn) -> None:
