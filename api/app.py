@@ -18,8 +18,10 @@ from pgqueue import accounts
 from pgqueue.api.accounts import Passwords
 from pgqueue.api.auth import Keys, Principal, Verifier
 from pgqueue.api.cursors import Cursors
+from pgqueue.api.docs import installed_version
 from pgqueue.api.edge import Edge
 from pgqueue.api.limits import Limiter
+from pgqueue.api.metrics import Cluster, Metrics
 from pgqueue.api.problems import Problem
 from pgqueue.api.stream import Tail
 from pgqueue.api.waiter import Waiter
@@ -50,6 +52,7 @@ class State:
         self.stopping = asyncio.Event()
         self.waiter = Waiter(self.pool.connection, self.stopping)
         self.tail = Tail(self.pool.connection, self.stopping)
+        self.metrics = Metrics(Cluster(self.pool.connection), installed_version())
         self._looked = -REVOKED_EVERY
 
     async def is_revoked(self, principal: Principal) -> bool:
@@ -86,7 +89,7 @@ def create_app(settings: Settings, dsn: str | None = None) -> Starlette:
             await state.tail.close()
             await state.pool.close()
 
-    middleware = [Middleware(Edge)]
+    middleware = [Middleware(Edge, count=state.metrics.count)]
     if settings.cors_origins:
         middleware.append(
             Middleware(

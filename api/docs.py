@@ -54,7 +54,7 @@ def document(table: Sequence[Endpoint]) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {
             "title": "pgqueue",
-            "version": _version(),
+            "version": installed_version(),
             "description": "A job queue that lives in PostgreSQL. Errors are application/problem+json (RFC 9457).",
         },
         "paths": paths,
@@ -179,7 +179,7 @@ def _model(answer: Any) -> type[BaseModel] | None:
     return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
 
 
-def _version() -> str:
+def installed_version() -> str:
     try:
         return version("pgqueue-server")
     except PackageNotFoundError:

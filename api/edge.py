@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Callable
 from uuid import uuid4
 
 from starlette.datastructures import MutableHeaders
@@ -23,13 +24,16 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "content-security-policy": "default-src 'none'; frame-ancestors 'none'; base-uri 'none'",
 }
-PROBES = ("/health", "/readyz")
+PROBES = ("/health", "/readyz", "/metrics")
+METHODS = ("GET", "HEAD", "POST", "PATCH", "DELETE", "PUT", "OPTIONS")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class Edge:
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, count: Callable[[str, str, int, float], None]) -> None:
+        """`count` is told of every answer: route, method, status, seconds."""
         self._app = app
+        self._count = count
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -59,9 +63,10 @@ class Edge:
             problem = Problem(500, "internal", "something went wrong here")
             await problem.response(scope["path"], request_id)(scope, receive, send_with_headers)
         finally:
-            route = scope.get("pgqueue.route", "-")
+            route, seconds = scope.get("pgqueue.route", "-"), time.perf_counter() - begun
+            self._count(route, scope["method"] if scope["method"] in METHODS else "other", status, seconds)
             if route not in PROBES:
-                took = (time.perf_counter() - begun) * 1000
+                took = seconds * 1000
                 # The route and not the path, and never the query: both may hold what is nobody's business.
                 text = f"{scope['method'][:20]} {route} {status} {took:.1f} ms"
                 fields = {"status": status, "ms": round(took, 1), "request_id": request_id}

@@ -10,16 +10,29 @@ from uuid import UUID
 
 from starlette.responses import Response
 
-from pgqueue import accounts, control, pages, read
+from pgqueue import accounts, control, pages, read, tally
 from pgqueue.api.auth import create_token
 from pgqueue.api.calls import Call, answer, dumps
 from pgqueue.api.problems import Problem
 from pgqueue.api.render import array, time
-from pgqueue.api.schemas import AuditQuery, LimitQuery, ReasonBody, RevokeBody, TokenBody, WorkersQuery
+from pgqueue.api.schemas import (
+    AuditQuery,
+    LimitQuery,
+    ReasonBody,
+    RevokeBody,
+    SeriesQuery,
+    TokenBody,
+    WorkersQuery,
+)
 from pgqueue.errors import JobNotFound
 from pgqueue.job import Status
 
 _QUEUE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,62}")
+
+
+EVENTS = ("enqueued", "completed", "failed", "cancelled", "retried")
+STEPS = (60, 300, 900, 3600, 21600, 86400)
+MOST_POINTS = 1500
 
 
 async def failures(call: Call) -> Response:
@@ -87,6 +100,8 @@ async def stats(call: Call) -> Response:
     async with call.connection() as conn:
         counts = {str(status): (await read.count_jobs(conn, status))._asdict() for status in Status}
         live = await pages.list_workers(conn)
+        await tally.fold(conn, wait=False)
+        totals = await tally.read_totals(conn)
     states = dict.fromkeys(("available", "busy", "unavailable"), 0)
     for worker in live:
         states[worker.state] += 1
@@ -95,8 +110,62 @@ async def stats(call: Call) -> Response:
         "workers": states,
         "threads": sum(worker.threads for worker in live),
         "threads_used": sum(worker.threads_used for worker in live),
+        "totals": _totals(totals),
+        "queues": {queue: _totals(totals, queue) for queue in sorted({one.queue for one in totals if one.queue})},
     }
     return answer(200, dumps(body))
+
+
+def _totals(totals: list[tally.Total], queue: str | None = None) -> dict[str, Any]:
+    """Since the beginning."""
+    mine = [one for one in totals if queue in (None, one.queue)]
+
+    def count(name: str, *labels: str) -> int:
+        return int(sum(one.value for one in mine if one.name == name and (not labels or one.label in labels)))
+
+    waited = [(one.bucket, one.value) for one in mine if one.name == "waited"]
+    took = [(one.bucket, one.value) for one in mine if one.name == "took"]
+    return {
+        "enqueued": count("enqueued"),
+        "completed": count("finished", "completed"),
+        "failed": count("finished", "failed", "timeout"),
+        "cancelled": count("finished", "cancelled"),
+        "retried": count("retried"),
+        "lost": count("lost"),
+        **_point({"waited": waited, "took": took}),
+    }
+
+
+async def series(call: Call) -> Response:
+    query: SeriesQuery = call.query
+    step = query.step or next(step for step in STEPS if query.range / step <= 240 or step == STEPS[-1])
+    if query.range / step > MOST_POINTS:
+        raise Problem(422, "validation", f"step: at most {MOST_POINTS} points; take a longer step")
+    if step % tally.HOUR and query.range > 86400:
+        raise Problem(422, "validation", "step: minutes are kept for a day; take whole hours for a longer range")
+    now = int(datetime.now(UTC).timestamp())
+    first = (now - query.range) // step * step + step
+    since, until = datetime.fromtimestamp(first, UTC), datetime.fromtimestamp(now // step * step + step, UTC)
+    async with call.connection() as conn:
+        await tally.fold(conn, wait=False)
+        pieces = await tally.read_series(conn, since, until, step, queue=query.queue, queues=call.principal.queues)
+    points: dict[datetime, dict[str, Any]] = {}
+    for start in range(first, now + 1, step):
+        points[datetime.fromtimestamp(start, UTC)] = dict.fromkeys(EVENTS, 0) | {"waited": [], "took": []}
+    for piece in pieces:
+        if piece.name in EVENTS:
+            points[piece.at][piece.name] = int(piece.value)
+        else:
+            points[piece.at][piece.name].append((piece.bucket, piece.value))
+    data = [{"at": time(at), **_point(point)} for at, point in points.items()]
+    return answer(200, dumps({"step": step, "queue": query.queue, "data": data}))
+
+
+def _point(point: dict[str, Any]) -> dict[str, Any]:
+    for name in ("waited", "took"):
+        counts = point.pop(name)
+        point[name] = {f"p{share}": tally.percentile(counts, share / 100) for share in (50, 95, 99)}
+    return point
 
 
 async def audit(call: Call) -> Response:

@@ -8,7 +8,7 @@ from functools import cache
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pgqueue.api import accounts, docs, health, jobs, operate, seeds, stream
+from pgqueue.api import accounts, docs, health, jobs, metrics, operate, seeds, stream
 from pgqueue.api import schemas as s
 from pgqueue.api.app import State
 from pgqueue.api.calls import Call
@@ -65,6 +65,8 @@ TABLE: list[Endpoint] = [
              summary="Whether this process lives."),
     Endpoint(method="GET", path="/readyz", scope=OPEN, handler=health.ready, answer=s.Health,
              summary="Whether it can serve."),
+    Endpoint(method="GET", path="/metrics", scope=OPEN, handler=metrics.metrics, media="text/plain",
+             summary="Figures for Prometheus, as text or OpenMetrics."),
     Endpoint(method="GET", path="/openapi.json", scope=OPEN, handler=openapi, answer=s.Empty, summary="This document."),
     Endpoint(method="GET", path="/docs", scope=OPEN, handler=docs_page, media="text/html",
              summary="This document, for people."),
@@ -114,6 +116,8 @@ TABLE: list[Endpoint] = [
              summary="The types of jobs, with their JSON Schema."),
     Endpoint(method="GET", path=f"{V1}/stats", scope=READ, handler=operate.stats, answer=s.StatsAnswer, confined=False,
              summary="Counts of jobs and workers."),
+    Endpoint(method="GET", path=f"{V1}/stats/series", scope=READ, handler=operate.series, query=s.SeriesQuery,
+             answer=s.SeriesAnswer, summary="What happened when, and how long jobs waited and ran."),
     Endpoint(method="GET", path=f"{V1}/stream", scope=READ, handler=stream.stream, media="text/event-stream",
              summary="How things stand, as events; Last-Event-ID is honoured."),
     Endpoint(method="GET", path=f"{V1}/audit", scope=MANAGE, handler=operate.audit, query=s.AuditQuery,

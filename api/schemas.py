@@ -217,6 +217,14 @@ class AuditQuery(BaseModel):
     cursor: Cursor | None = None
 
 
+class SeriesQuery(BaseModel):
+    range: Annotated[int, Field(ge=60, le=90 * 86400, description="Seconds until now.")] = 3600
+    step: Annotated[int, Field(ge=60, le=86400, multiple_of=60, description="Seconds; chosen if not given.")] | None = (
+        None
+    )
+    queue: Annotated[str, Field(max_length=63)] | None = None
+
+
 class LimitQuery(BaseModel):
     limit: Annotated[int, Field(ge=1, le=200)] = 100
 
@@ -452,11 +460,49 @@ class CountBody(BaseModel):
     exact: bool
 
 
+class Percentiles(BaseModel):
+    """In seconds; null where nothing happened."""
+
+    p50: float | None
+    p95: float | None
+    p99: float | None
+
+
+class TotalsBody(BaseModel):
+    enqueued: int
+    completed: int
+    failed: int
+    cancelled: int
+    retried: int
+    lost: int
+    waited: Percentiles
+    took: Percentiles
+
+
 class StatsAnswer(BaseModel):
     jobs: dict[str, CountBody]
     workers: dict[str, int]
     threads: int
     threads_used: int
+    totals: TotalsBody = Field(description="Since the beginning.")
+    queues: dict[str, TotalsBody] = Field(description="The same by queue.")
+
+
+class PointBody(BaseModel):
+    at: datetime
+    enqueued: int
+    completed: int
+    failed: int
+    cancelled: int
+    retried: int
+    waited: Percentiles
+    took: Percentiles
+
+
+class SeriesAnswer(BaseModel):
+    step: int
+    queue: str | None
+    data: list[PointBody]
 
 
 class AuditBody(BaseModel):

@@ -68,6 +68,10 @@ class Tail:
         if not self._readers[who]:
             del self._readers[who]
 
+    @property
+    def readers(self) -> int:
+        return sum(self._readers.values())
+
     async def news(self, seconds: float) -> None:
         """Returns at the next look, or after so many seconds."""
         with suppress(TimeoutError):

@@ -114,6 +114,10 @@ CREATE FUNCTION pgqueue.backlog(queue text) RETURNS bigint
     SELECT count(*) FROM pgqueue.jobs_live j WHERE j.queue = backlog.queue AND j.status IN ('pending', 'running')
 $$;
 
+CREATE FUNCTION pgqueue.bounds() RETURNS double precision[]
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    RETURN ARRAY[(0.005)::double precision, (0.01)::double precision, (0.025)::double precision, (0.05)::double precision, (0.1)::double precision, (0.25)::double precision, (0.5)::double precision, (1)::double precision, (2.5)::double precision, (5)::double precision, (10)::double precision, (30)::double precision, (60)::double precision, (120)::double precision, (300)::double precision, (1800)::double precision, (3600)::double precision];
+
 CREATE SEQUENCE pgqueue.job_ids
     START WITH 1
     INCREMENT BY 1
@@ -202,6 +206,10 @@ CREATE FUNCTION pgqueue.broken_rule(job pgqueue.jobs) RETURNS text[]
     END
 $_$;
 
+CREATE FUNCTION pgqueue.bucket(seconds double precision) RETURNS integer
+    LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    RETURN (width_bucket((seconds - (0.000000001)::double precision), pgqueue.bounds()) + 1);
+
 CREATE FUNCTION pgqueue.cancel_job(job_id bigint, reason text DEFAULT NULL::text) RETURNS pgqueue.status
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
@@ -225,6 +233,7 @@ BEGIN
         job.error := cancel_job.reason;
         job.finished_at := statement_timestamp();
         INSERT INTO pgqueue.jobs_finished SELECT job.*;
+        INSERT INTO pgqueue.tallies (event, queue, type, jobs) VALUES ('cancelled', job.queue, job.type, 1);
     END IF;
     PERFORM pgqueue.write_audit('cancel', job.id, job.queue, cancel_job.reason);
     RETURN job.status;
@@ -318,7 +327,17 @@ BEGIN
             j.max_attempts, j.attempt, j.lost, j.idempotency_key, j.tags, j.created_at, j.worker_id, j.lease_token,
             d.threads_used, statement_timestamp() - make_interval(secs => d.started_ago) AS started_at,
             j.cancel_requested_at, j.progress, statement_timestamp() - make_interval(secs => d.ended_ago) AS finished_at,
-            d.result
+            d.result, d.started_ago - d.ended_ago AS seconds,
+            greatest(0, date_part('epoch', statement_timestamp() - j.run_at) - d.started_ago) AS wait_seconds
+    ), counted AS (
+        INSERT INTO pgqueue.tallies (event, queue, type, attempt, took, seconds, waited, wait_seconds, jobs)
+        SELECT 'completed', c.queue, c.type, c.attempt, c.took, sum(c.seconds), c.waited, sum(c.wait_seconds), count(*)
+        FROM (
+            SELECT g.queue, g.type, g.attempt + 1 AS attempt, g.seconds, pgqueue.bucket(g.seconds) AS took,
+                   g.wait_seconds, pgqueue.bucket(g.wait_seconds) AS waited
+            FROM gone g
+        ) c
+        GROUP BY 2, 3, 4, 5, 7
     )
     INSERT INTO pgqueue.jobs_finished AS f (id, queue, type, name, payload, status, priority, seq, run_at, thread_demand,
         timeout, max_attempts, attempt, lost, idempotency_key, tags, created_at, worker_id, lease_token, threads_used,
@@ -447,6 +466,76 @@ CREATE FUNCTION pgqueue.fingerprint(type text, payload jsonb) RETURNS bytea
     SET search_path TO 'pg_catalog', 'pg_temp'
     RETURN sha256(convert_to(COALESCE(((type || '
 '::text) || (payload)::text), ''::text), 'UTF8'::name));
+
+CREATE FUNCTION pgqueue.fold(wait boolean DEFAULT true) RETURNS bigint
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    SET lock_timeout TO '2s'
+    SET "TimeZone" TO 'UTC'
+    AS $$
+DECLARE
+    folded bigint;
+BEGIN
+    IF wait THEN
+        PERFORM pg_advisory_xact_lock(1885827429, 3);
+    ELSIF NOT pg_try_advisory_xact_lock(1885827429, 3) THEN
+        RETURN 0;
+    END IF;
+    WITH gone AS (
+        DELETE FROM pgqueue.tallies RETURNING *
+    ), known AS MATERIALIZED (
+        SELECT DISTINCT t.queue FROM pgqueue.totals t WHERE t.name = 'enqueued'
+    ), fresh AS (
+        SELECT d.queue, row_number() OVER (ORDER BY d.queue) AS place
+        FROM (SELECT DISTINCT g.queue FROM gone g) d WHERE d.queue NOT IN (SELECT k.queue FROM known k)
+    ), told AS MATERIALIZED (
+        SELECT k.queue FROM known k
+        UNION ALL
+        SELECT f.queue FROM fresh f WHERE f.place <= 200 - (SELECT count(*) FROM known)
+    ), tally AS MATERIALIZED (
+        SELECT g.at, g.event, coalesce(q.queue, '(other)') AS queue, coalesce(t.name, '(other)') AS type, g.reason, g.attempt,
+               g.took, g.seconds, g.waited, g.wait_seconds, g.jobs,
+               CASE WHEN g.event = 'failed' AND g.reason IN ('timeout', 'worker_lost') THEN 'timeout'
+                    WHEN g.event IN ('completed', 'failed', 'cancelled') THEN g.event END AS finished
+        FROM gone g LEFT JOIN told q ON q.queue = g.queue LEFT JOIN pgqueue.types t ON t.name = g.type
+    ), total AS (
+        INSERT INTO pgqueue.totals AS t (name, queue, type, label, bucket, value)
+        SELECT v.name, v.queue, v.type, v.label, v.bucket, sum(v.value)
+        FROM tally l CROSS JOIN LATERAL (VALUES
+            ('enqueued', l.queue, l.type, '', 0, CASE WHEN l.event = 'enqueued' THEN l.jobs END),
+            ('finished', l.queue, l.type, l.finished, 0, CASE WHEN l.finished IS NOT NULL THEN l.jobs END),
+            ('dead', l.queue, '', '', 0, CASE WHEN l.event = 'failed' THEN l.jobs END),
+            ('lost', l.queue, '', '', 0, CASE WHEN l.reason = 'worker_lost' THEN l.jobs END),
+            ('ended', l.queue, l.type, l.event, 0, CASE WHEN l.event <> 'exhausted' AND l.attempt IS NOT NULL THEN l.jobs END),
+            ('retried', l.queue, l.type, l.reason, 0, CASE WHEN l.event = 'retried' THEN l.jobs END),
+            ('took', l.queue, l.type, '', l.took, CASE WHEN l.took IS NOT NULL THEN l.jobs END),
+            ('took_seconds', l.queue, l.type, '', 0, l.seconds),
+            ('waited', l.queue, '', '', l.waited, CASE WHEN l.waited IS NOT NULL THEN l.jobs END),
+            ('waited_seconds', l.queue, '', '', 0, l.wait_seconds),
+            ('attempts', l.queue, '', '', least(l.attempt, 1000), CASE WHEN l.finished IS NOT NULL AND l.attempt IS NOT NULL THEN l.jobs END),
+            ('retry', '', '', CASE WHEN l.event = 'exhausted' THEN 'max_retries_exceeded'
+                                   WHEN l.reason = 'worker_lost' THEN 'lease_timeout' ELSE 'worker_failure' END,
+             least(l.attempt - (l.event = 'exhausted')::int, 1000),
+             CASE WHEN l.attempt IS NOT NULL AND l.event IN ('retried', 'exhausted') THEN l.jobs END)
+        ) AS v(name, queue, type, label, bucket, value)
+        WHERE v.value IS NOT NULL
+        GROUP BY 1, 2, 3, 4, 5
+        ON CONFLICT ON CONSTRAINT totals_pkey DO UPDATE SET value = t.value + excluded.value
+    ), seen AS (
+        INSERT INTO pgqueue.series AS s (step, at, queue, name, bucket, value)
+        SELECT p.step, date_bin(make_interval(secs => p.step), l.at, '2000-01-01'), l.queue, v.name, v.bucket, sum(v.value)
+        FROM tally l CROSS JOIN (VALUES (60), (3600)) AS p(step) CROSS JOIN LATERAL (VALUES
+            (CASE WHEN l.event <> 'exhausted' THEN l.event END, 0, l.jobs),
+            ('took', l.took, CASE WHEN l.took IS NOT NULL THEN l.jobs END),
+            ('waited', l.waited, CASE WHEN l.waited IS NOT NULL THEN l.jobs END)
+        ) AS v(name, bucket, value)
+        WHERE v.value IS NOT NULL AND v.name IS NOT NULL
+        GROUP BY 1, 2, 3, 4, 5
+        ON CONFLICT ON CONSTRAINT series_pkey DO UPDATE SET value = s.value + excluded.value
+    )
+    SELECT count(*) INTO folded FROM gone;
+    RETURN folded;
+END $$;
 
 CREATE FUNCTION pgqueue.keep_key() RETURNS trigger
     LANGUAGE plpgsql SECURITY DEFINER
@@ -581,6 +670,7 @@ BEGIN
         job.reason := 'resolved';
         job.finished_at := clock_timestamp();
         INSERT INTO pgqueue.jobs_finished SELECT job.*;
+        INSERT INTO pgqueue.tallies (event, queue, type, jobs) VALUES ('completed', job.queue, job.type, 1);
     END IF;
     PERFORM pgqueue.write_audit('resolve', job.id, job.queue, resolve_job.reason, jsonb_build_object('outcome', outcome));
     RETURN CASE outcome WHEN 'retry' THEN 'pending'::pgqueue.status ELSE 'completed' END;
@@ -626,6 +716,7 @@ BEGIN
                 job.timeout, job.max_attempts, job.idempotency_key, job.tags, job.created_at, job.progress);
     END IF;
     PERFORM pgqueue.wake(ARRAY[job.queue], ARRAY[job.type], ARRAY[job.thread_demand]);
+    INSERT INTO pgqueue.tallies (event, queue, type, reason, jobs) VALUES ('retried', job.queue, job.type, 'manual', 1);
     PERFORM pgqueue.write_audit('retry', job.id, job.queue, retry_job.reason, jsonb_build_object('was', was));
     RETURN 'pending';
 END $$;
@@ -665,6 +756,39 @@ BEGIN
         SELECT FROM pgqueue.idempotency_keys k WHERE k.key = take_key.key AND k.job_id = take_key.job_id);
 END $$;
 
+CREATE FUNCTION pgqueue.tell_of_inserted() RETURNS trigger
+    LANGUAGE plpgsql SECURITY DEFINER
+    SET search_path TO 'pg_catalog', 'pg_temp'
+    AS $$
+DECLARE
+    seeing boolean;
+    queues text[];
+    types text[];
+    demands integer[];
+BEGIN
+    -- Here and not in a trigger of its own, which would cost a single insert twice as much.
+    INSERT INTO pgqueue.tallies (event, queue, type, jobs)
+    SELECT 'enqueued', n.queue, n.type, count(*) FROM inserted n WHERE n.status IN ('pending', 'scheduled') GROUP BY 2, 3;
+    IF (SELECT s.enabled FROM pgqueue.switches s WHERE s.name = 'wake') IS false THEN
+        RETURN NULL;
+    END IF;
+    seeing := pg_try_advisory_xact_lock_shared(1885827429, 1)
+        AND current_setting('transaction_isolation') NOT IN ('repeatable read', 'serializable');
+    IF seeing AND NOT EXISTS (SELECT FROM pgqueue.workers w
+                              WHERE w.idle_since IS NOT NULL AND w.listening AND w.expires_at > clock_timestamp()) THEN
+        RETURN NULL;
+    END IF;
+    -- A job that is due soon counts: who sleeps must look again when to get up.
+    SELECT array_agg(j.queue), array_agg(j.type), array_agg(j.demand) INTO queues, types, demands
+    FROM (SELECT n.queue, n.type, max(n.thread_demand) AS demand FROM inserted n
+          WHERE n.status = 'pending' OR n.status = 'scheduled' AND n.run_at < clock_timestamp() + interval '2 seconds'
+          GROUP BY n.queue, n.type LIMIT 100) j;
+    IF queues IS NOT NULL THEN
+        PERFORM pgqueue.wake(queues, types, demands);
+    END IF;
+    RETURN NULL;
+END $$;
+
 CREATE FUNCTION pgqueue.wake(queues text[], types text[], demands integer[]) RETURNS void
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
@@ -686,36 +810,6 @@ BEGIN
             LIMIT CASE WHEN blind THEN NULL ELSE 1 END
         ) w
     ) chosen;
-END $$;
-
-CREATE FUNCTION pgqueue.wake_for_inserted() RETURNS trigger
-    LANGUAGE plpgsql SECURITY DEFINER
-    SET search_path TO 'pg_catalog', 'pg_temp'
-    AS $$
-DECLARE
-    seeing boolean;
-    queues text[];
-    types text[];
-    demands integer[];
-BEGIN
-    IF (SELECT s.enabled FROM pgqueue.switches s WHERE s.name = 'wake') IS false THEN
-        RETURN NULL;
-    END IF;
-    seeing := pg_try_advisory_xact_lock_shared(1885827429, 1)
-        AND current_setting('transaction_isolation') NOT IN ('repeatable read', 'serializable');
-    IF seeing AND NOT EXISTS (SELECT FROM pgqueue.workers w
-                              WHERE w.idle_since IS NOT NULL AND w.listening AND w.expires_at > clock_timestamp()) THEN
-        RETURN NULL;
-    END IF;
-    -- A job that is due soon counts: who sleeps must look again when to get up.
-    SELECT array_agg(j.queue), array_agg(j.type), array_agg(j.demand) INTO queues, types, demands
-    FROM (SELECT n.queue, n.type, max(n.thread_demand) AS demand FROM inserted n
-          WHERE n.status = 'pending' OR n.status = 'scheduled' AND n.run_at < clock_timestamp() + interval '2 seconds'
-          GROUP BY n.queue, n.type LIMIT 100) j;
-    IF queues IS NOT NULL THEN
-        PERFORM pgqueue.wake(queues, types, demands);
-    END IF;
-    RETURN NULL;
 END $$;
 
 CREATE FUNCTION pgqueue.why(job_id bigint) RETURNS TABLE(blocking boolean, reason text, detail text)
@@ -1174,6 +1268,18 @@ CREATE TABLE pgqueue.revoked_tokens (
     CONSTRAINT revoked_tokens_jti_check CHECK (((char_length(jti) >= 1) AND (char_length(jti) <= 255)))
 );
 
+CREATE TABLE pgqueue.series (
+    step integer NOT NULL,
+    at timestamp with time zone NOT NULL,
+    queue text NOT NULL,
+    name text NOT NULL,
+    bucket integer NOT NULL,
+    value double precision NOT NULL
+)
+WITH (fillfactor='50');
+
+COMMENT ON TABLE pgqueue.series IS 'How often what happened in which minute (step 60) and hour (step 3600).';
+
 CREATE TABLE pgqueue.steps (
     job_id bigint NOT NULL,
     name text NOT NULL,
@@ -1185,6 +1291,37 @@ CREATE TABLE pgqueue.switches (
     name text NOT NULL,
     enabled boolean NOT NULL
 );
+
+CREATE TABLE pgqueue.tallies (
+    at timestamp with time zone DEFAULT statement_timestamp() NOT NULL,
+    event text NOT NULL,
+    queue text NOT NULL,
+    type text NOT NULL,
+    reason text,
+    attempt integer,
+    took integer,
+    seconds double precision,
+    waited integer,
+    wait_seconds double precision,
+    jobs bigint NOT NULL
+)
+WITH (autovacuum_vacuum_scale_factor='0', autovacuum_vacuum_threshold='5000', autovacuum_vacuum_cost_delay='0');
+
+COMMENT ON TABLE pgqueue.tallies IS 'What happened and is not yet in totals: enqueued, completed, failed, cancelled, retried.';
+
+COMMENT ON COLUMN pgqueue.tallies.took IS 'Which of pgqueue.bounds() the running time is below; NULL if it did not run.';
+
+CREATE TABLE pgqueue.totals (
+    name text NOT NULL,
+    queue text NOT NULL,
+    type text NOT NULL,
+    label text NOT NULL,
+    bucket integer NOT NULL,
+    value double precision NOT NULL
+)
+WITH (fillfactor='50', autovacuum_vacuum_scale_factor='0', autovacuum_vacuum_threshold='1000', autovacuum_vacuum_cost_delay='0');
+
+COMMENT ON TABLE pgqueue.totals IS 'How often what has happened since the beginning.';
 
 CREATE TABLE pgqueue.types (
     name text NOT NULL,
@@ -1292,11 +1429,17 @@ ALTER TABLE ONLY pgqueue.refresh_tokens
 ALTER TABLE ONLY pgqueue.revoked_tokens
     ADD CONSTRAINT revoked_tokens_pkey PRIMARY KEY (jti);
 
+ALTER TABLE ONLY pgqueue.series
+    ADD CONSTRAINT series_pkey PRIMARY KEY (step, at, queue, name, bucket);
+
 ALTER TABLE ONLY pgqueue.steps
     ADD CONSTRAINT steps_pkey PRIMARY KEY (job_id, name);
 
 ALTER TABLE ONLY pgqueue.switches
     ADD CONSTRAINT switches_pkey PRIMARY KEY (name);
+
+ALTER TABLE ONLY pgqueue.totals
+    ADD CONSTRAINT totals_pkey PRIMARY KEY (name, queue, type, label, bucket);
 
 ALTER TABLE ONLY pgqueue.types
     ADD CONSTRAINT types_pkey PRIMARY KEY (name);
@@ -1353,7 +1496,7 @@ CREATE TRIGGER b_schedule BEFORE INSERT ON pgqueue.jobs_live FOR EACH ROW WHEN (
 
 CREATE TRIGGER c_key BEFORE INSERT ON pgqueue.jobs_live FOR EACH ROW WHEN ((new.idempotency_key IS NOT NULL)) EXECUTE FUNCTION pgqueue.keep_key();
 
-CREATE TRIGGER wake AFTER INSERT ON pgqueue.jobs REFERENCING NEW TABLE AS inserted FOR EACH STATEMENT EXECUTE FUNCTION pgqueue.wake_for_inserted();
+CREATE TRIGGER tell AFTER INSERT ON pgqueue.jobs REFERENCING NEW TABLE AS inserted FOR EACH STATEMENT EXECUTE FUNCTION pgqueue.tell_of_inserted();
 
 ALTER TABLE ONLY pgqueue.refresh_tokens
     ADD CONSTRAINT refresh_tokens_user_id_fkey FOREIGN KEY (user_id) REFERENCES pgqueue.users(id) ON DELETE CASCADE;
@@ -1385,6 +1528,12 @@ GRANT ALL ON FUNCTION pgqueue.backlog(queue text) TO pgqueue_worker;
 GRANT ALL ON FUNCTION pgqueue.backlog(queue text) TO pgqueue_auditor;
 GRANT ALL ON FUNCTION pgqueue.backlog(queue text) TO pgqueue_operator;
 GRANT ALL ON FUNCTION pgqueue.backlog(queue text) TO pgqueue_api;
+
+REVOKE ALL ON FUNCTION pgqueue.bounds() FROM PUBLIC;
+GRANT ALL ON FUNCTION pgqueue.bounds() TO pgqueue_worker;
+GRANT ALL ON FUNCTION pgqueue.bounds() TO pgqueue_auditor;
+GRANT ALL ON FUNCTION pgqueue.bounds() TO pgqueue_operator;
+GRANT ALL ON FUNCTION pgqueue.bounds() TO pgqueue_api;
 
 GRANT USAGE ON SEQUENCE pgqueue.job_ids TO pgqueue_producer;
 GRANT SELECT,USAGE ON SEQUENCE pgqueue.job_ids TO pgqueue_worker;
@@ -1436,6 +1585,9 @@ GRANT INSERT(tags) ON TABLE pgqueue.jobs TO pgqueue_api;
 
 REVOKE ALL ON FUNCTION pgqueue.broken_rule(job pgqueue.jobs) FROM PUBLIC;
 
+REVOKE ALL ON FUNCTION pgqueue.bucket(seconds double precision) FROM PUBLIC;
+GRANT ALL ON FUNCTION pgqueue.bucket(seconds double precision) TO pgqueue_worker;
+
 REVOKE ALL ON FUNCTION pgqueue.cancel_job(job_id bigint, reason text) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.cancel_job(job_id bigint, reason text) TO pgqueue_operator;
 GRANT ALL ON FUNCTION pgqueue.cancel_job(job_id bigint, reason text) TO pgqueue_api;
@@ -1462,6 +1614,12 @@ GRANT ALL ON FUNCTION pgqueue.edit_job(job_id bigint, changes jsonb, reason text
 GRANT ALL ON FUNCTION pgqueue.edit_job(job_id bigint, changes jsonb, reason text) TO pgqueue_api;
 
 REVOKE ALL ON FUNCTION pgqueue.fingerprint(type text, payload jsonb) FROM PUBLIC;
+
+REVOKE ALL ON FUNCTION pgqueue.fold(wait boolean) FROM PUBLIC;
+GRANT ALL ON FUNCTION pgqueue.fold(wait boolean) TO pgqueue_worker;
+GRANT ALL ON FUNCTION pgqueue.fold(wait boolean) TO pgqueue_auditor;
+GRANT ALL ON FUNCTION pgqueue.fold(wait boolean) TO pgqueue_operator;
+GRANT ALL ON FUNCTION pgqueue.fold(wait boolean) TO pgqueue_api;
 
 REVOKE ALL ON FUNCTION pgqueue.keep_key() FROM PUBLIC;
 
@@ -1500,10 +1658,10 @@ REVOKE ALL ON FUNCTION pgqueue.schedule_job() FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION pgqueue.take_key(key text, fingerprint bytea, job_id bigint, ttl interval) FROM PUBLIC;
 
+REVOKE ALL ON FUNCTION pgqueue.tell_of_inserted() FROM PUBLIC;
+
 REVOKE ALL ON FUNCTION pgqueue.wake(queues text[], types text[], demands integer[]) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.wake(queues text[], types text[], demands integer[]) TO pgqueue_worker;
-
-REVOKE ALL ON FUNCTION pgqueue.wake_for_inserted() FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION pgqueue.why(job_id bigint) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.why(job_id bigint) TO pgqueue_worker;
@@ -1599,6 +1757,11 @@ GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.refresh_tokens TO pgqueue_api
 
 GRANT SELECT ON TABLE pgqueue.revoked_tokens TO pgqueue_api;
 
+GRANT SELECT,DELETE ON TABLE pgqueue.series TO pgqueue_worker;
+GRANT SELECT ON TABLE pgqueue.series TO pgqueue_auditor;
+GRANT SELECT ON TABLE pgqueue.series TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.series TO pgqueue_api;
+
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.steps TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.steps TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.steps TO pgqueue_operator;
@@ -1608,6 +1771,16 @@ GRANT SELECT ON TABLE pgqueue.switches TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.switches TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.switches TO pgqueue_operator;
 GRANT SELECT ON TABLE pgqueue.switches TO pgqueue_api;
+
+GRANT INSERT ON TABLE pgqueue.tallies TO pgqueue_worker;
+GRANT SELECT ON TABLE pgqueue.tallies TO pgqueue_auditor;
+GRANT SELECT ON TABLE pgqueue.tallies TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.tallies TO pgqueue_api;
+
+GRANT SELECT ON TABLE pgqueue.totals TO pgqueue_worker;
+GRANT SELECT ON TABLE pgqueue.totals TO pgqueue_auditor;
+GRANT SELECT ON TABLE pgqueue.totals TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.totals TO pgqueue_api;
 
 GRANT SELECT ON TABLE pgqueue.types TO pgqueue_api;
 GRANT SELECT,INSERT,UPDATE ON TABLE pgqueue.types TO pgqueue_worker;

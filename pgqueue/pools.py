@@ -194,6 +194,12 @@ class ServerPool:
     async def close(self) -> None:
         await self._pool.close(timeout=5)
 
+    def sizes(self) -> dict[str, int]:
+        """How many connections are there, and how many of them are free."""
+        found = self._pool.get_stats()
+        free = found.get("pool_available", 0)
+        return {"idle": free, "used": max(0, found.get("pool_size", 0) - free)}
+
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
         with translated():

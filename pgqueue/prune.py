@@ -24,6 +24,7 @@ async def prune(conn: Connection, retention_days: float) -> int:
     await conn.execute(SQL.prune_keys, {"limit": 10_000}, prepare=False)
     await conn.execute(SQL.prune_effects, {"limit": 10_000}, prepare=False)
     await conn.execute(SQL.prune_steps, {"days": retention_days}, prepare=False)
+    await conn.execute(SQL.prune_series, {"days": retention_days}, prepare=False)
     await conn.execute(SQL.prune_workers, prepare=False)
     await conn.execute(SQL.prune_access, prepare=False)
     return dropped

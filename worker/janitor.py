@@ -11,7 +11,7 @@ from uuid import UUID
 
 import psycopg
 
-from pgqueue import finish, promote, prune, rescue, workers
+from pgqueue import finish, promote, prune, rescue, tally, workers
 from pgqueue.db import Connection, is_outage
 from pgqueue.failpoints import failpoint
 from pgqueue.job import Lease
@@ -29,6 +29,7 @@ TICK_PAUSE = 0.05
 REPRIEVE = 4.0
 """After an outage nobody is dead yet: so long has everybody to come back and send a heartbeat."""
 PRUNE_EVERY = 600.0
+FOLD_EVERY = 5.0
 
 
 class Janitor:
@@ -62,6 +63,7 @@ class Janitor:
         self._next_sweep = 0.0
         self._next_reconcile = time.monotonic() + RECONCILE_AFTER
         self._next_prune = 0.0
+        self._next_fold = 0.0
 
     def due_in(self, seconds: float) -> None:
         """A job of ours is due then: get up in time."""
@@ -120,11 +122,19 @@ class Janitor:
         if now >= self._next_reconcile:
             self._next_reconcile = now + RECONCILE_AFTER
             await self.reconcile(conn, RECONCILE_AFTER)
+        if now >= self._next_fold:
+            await self._fold(conn)
         if now >= self._next_prune:
             self._next_prune = now + PRUNE_EVERY * random.uniform(0.8, 1.2)
             await prune.make_partitions(conn)
             if dropped := await prune.prune(conn, self.retention_days):
                 say(logger, logging.INFO, "history.pruned", f"dropped {dropped} days of history", partitions=dropped)
+
+    async def _fold(self, conn: Connection) -> None:
+        begun = time.monotonic()
+        await tally.fold(conn, wait=False)
+        # Where a held snapshot keeps what was folded, it takes longer, and comes less often.
+        self._next_fold = time.monotonic() + max(FOLD_EVERY * random.uniform(0.8, 1.2), 20 * (time.monotonic() - begun))
 
     async def _promote(self, conn: Connection) -> None:
         self._next_due = None

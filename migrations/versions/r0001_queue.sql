@@ -173,6 +173,34 @@ COMMENT ON TABLE pgqueue.audit IS 'What operators did. actor is who they say the
 
 CREATE INDEX audit_job ON pgqueue.audit (job_id) WHERE job_id IS NOT NULL;
 
+-- What happened, counted. A statement that adds or ends jobs adds a few rows to tallies, in its own transaction and
+-- without an index, so that nobody waits for anybody; pgqueue.fold() moves them to totals, which only grow, and to series.
+CREATE TABLE pgqueue.tallies (
+    at           timestamptz NOT NULL DEFAULT statement_timestamp(),
+    event        text        NOT NULL,
+    queue        text        NOT NULL,
+    type         text        NOT NULL,
+    reason       text,
+    attempt      integer,
+    took         integer,
+    seconds      float8,
+    waited       integer,
+    wait_seconds float8,
+    jobs         bigint      NOT NULL
+) WITH (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 5000, autovacuum_vacuum_cost_delay = 0);
+
+COMMENT ON TABLE pgqueue.tallies IS 'What happened and is not yet in totals: enqueued, completed, failed, cancelled, retried.';
+
+COMMENT ON COLUMN pgqueue.tallies.took IS 'Which of pgqueue.bounds() the running time is below; NULL if it did not run.';
+
+-- The upper bounds of the histograms, in seconds.
+CREATE FUNCTION pgqueue.bounds() RETURNS float8[] LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    RETURN ARRAY[0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 1800, 3600]::float8[];
+
+-- Which of them these seconds are within: 1 to 17, or 18 if they are more than all.
+CREATE FUNCTION pgqueue.bucket(seconds float8) RETURNS integer LANGUAGE sql IMMUTABLE PARALLEL SAFE
+    RETURN width_bucket(seconds - 1e-9, pgqueue.bounds()) + 1;
+
 -- Switches are rows, not DDL: turning one needs no lock on the tables that everybody uses.
 CREATE TABLE pgqueue.switches (
     name    text    PRIMARY KEY,
@@ -324,7 +352,7 @@ END $$;
 
 -- When everybody is busy, which is when it matters, it costs an insert two short looks, the second under the lock, and no
 -- more. The queues are read into arrays, and not together with any other table.
-CREATE FUNCTION pgqueue.wake_for_inserted() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER
+CREATE FUNCTION pgqueue.tell_of_inserted() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER
     SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     seeing boolean;
@@ -332,6 +360,9 @@ DECLARE
     types text[];
     demands integer[];
 BEGIN
+    -- Here and not in a trigger of its own, which would cost a single insert twice as much.
+    INSERT INTO pgqueue.tallies (event, queue, type, jobs)
+    SELECT 'enqueued', n.queue, n.type, count(*) FROM inserted n WHERE n.status IN ('pending', 'scheduled') GROUP BY 2, 3;
     IF (SELECT s.enabled FROM pgqueue.switches s WHERE s.name = 'wake') IS false THEN
         RETURN NULL;
     END IF;
@@ -352,8 +383,8 @@ BEGIN
     RETURN NULL;
 END $$;
 
-CREATE TRIGGER wake AFTER INSERT ON pgqueue.jobs REFERENCING NEW TABLE AS inserted FOR EACH STATEMENT
-    EXECUTE FUNCTION pgqueue.wake_for_inserted();
+CREATE TRIGGER tell AFTER INSERT ON pgqueue.jobs REFERENCING NEW TABLE AS inserted FOR EACH STATEMENT
+    EXECUTE FUNCTION pgqueue.tell_of_inserted();
 
 CREATE FUNCTION pgqueue.add_job(
     type text, payload jsonb DEFAULT '{}', queue text DEFAULT 'default', priority integer DEFAULT 0,
@@ -444,6 +475,7 @@ BEGIN
         job.error := cancel_job.reason;
         job.finished_at := statement_timestamp();
         INSERT INTO pgqueue.jobs_finished SELECT job.*;
+        INSERT INTO pgqueue.tallies (event, queue, type, jobs) VALUES ('cancelled', job.queue, job.type, 1);
     END IF;
     PERFORM pgqueue.write_audit('cancel', job.id, job.queue, cancel_job.reason);
     RETURN job.status;
@@ -472,6 +504,7 @@ BEGIN
                 job.timeout, job.max_attempts, job.idempotency_key, job.tags, job.created_at, job.progress);
     END IF;
     PERFORM pgqueue.wake(ARRAY[job.queue], ARRAY[job.type], ARRAY[job.thread_demand]);
+    INSERT INTO pgqueue.tallies (event, queue, type, reason, jobs) VALUES ('retried', job.queue, job.type, 'manual', 1);
     PERFORM pgqueue.write_audit('retry', job.id, job.queue, retry_job.reason, jsonb_build_object('was', was));
     RETURN 'pending';
 END $$;
@@ -656,7 +689,17 @@ BEGIN
             j.max_attempts, j.attempt, j.lost, j.idempotency_key, j.tags, j.created_at, j.worker_id, j.lease_token,
             d.threads_used, statement_timestamp() - make_interval(secs => d.started_ago) AS started_at,
             j.cancel_requested_at, j.progress, statement_timestamp() - make_interval(secs => d.ended_ago) AS finished_at,
-            d.result
+            d.result, d.started_ago - d.ended_ago AS seconds,
+            greatest(0, date_part('epoch', statement_timestamp() - j.run_at) - d.started_ago) AS wait_seconds
+    ), counted AS (
+        INSERT INTO pgqueue.tallies (event, queue, type, attempt, took, seconds, waited, wait_seconds, jobs)
+        SELECT 'completed', c.queue, c.type, c.attempt, c.took, sum(c.seconds), c.waited, sum(c.wait_seconds), count(*)
+        FROM (
+            SELECT g.queue, g.type, g.attempt + 1 AS attempt, g.seconds, pgqueue.bucket(g.seconds) AS took,
+                   g.wait_seconds, pgqueue.bucket(g.wait_seconds) AS waited
+            FROM gone g
+        ) c
+        GROUP BY 2, 3, 4, 5, 7
     )
     INSERT INTO pgqueue.jobs_finished AS f (id, queue, type, name, payload, status, priority, seq, run_at, thread_demand,
         timeout, max_attempts, attempt, lost, idempotency_key, tags, created_at, worker_id, lease_token, threads_used,
@@ -885,11 +928,12 @@ BEGIN
         WHEN 'pgqueue_worker' THEN
             EXECUTE format('GRANT SELECT, INSERT, UPDATE, DELETE ON pgqueue.jobs, pgqueue.jobs_live, pgqueue.jobs_failed, '
                            'pgqueue.jobs_finished, pgqueue.attempts, pgqueue.workers, pgqueue.idempotency_keys TO %I', role);
+            EXECUTE format('GRANT INSERT ON pgqueue.tallies TO %I', role);
             EXECUTE format('GRANT SELECT ON pgqueue.queues, pgqueue.switches, pgqueue.audit TO %I', role);
             EXECUTE format('GRANT USAGE, SELECT ON SEQUENCE pgqueue.job_ids, pgqueue.ready, pgqueue.attempt_ids TO %I', role);
             EXECUTE format('GRANT EXECUTE ON FUNCTION pgqueue.add_job, pgqueue.assert_lease, pgqueue.claim_jobs, '
                            'pgqueue.complete_jobs, pgqueue.wake, pgqueue.backlog, pgqueue.why, pgqueue.make_partitions, '
-                           'pgqueue.drop_partitions TO %I', role);
+                           'pgqueue.drop_partitions, pgqueue.bucket, pgqueue.bounds TO %I', role);
         WHEN 'pgqueue_auditor' THEN
             EXECUTE format('GRANT SELECT ON ALL TABLES IN SCHEMA pgqueue TO %I', role);
             EXECUTE format('GRANT EXECUTE ON FUNCTION pgqueue.why, pgqueue.backlog TO %I', role);

@@ -44,6 +44,7 @@ BEGIN
         job.reason := 'resolved';
         job.finished_at := clock_timestamp();
         INSERT INTO pgqueue.jobs_finished SELECT job.*;
+        INSERT INTO pgqueue.tallies (event, queue, type, jobs) VALUES ('completed', job.queue, job.type, 1);
     END IF;
     PERFORM pgqueue.write_audit('resolve', job.id, job.queue, resolve_job.reason, jsonb_build_object('outcome', outcome));
     RETURN CASE outcome WHEN 'retry' THEN 'pending'::pgqueue.status ELSE 'completed' END;

@@ -5,15 +5,23 @@ WITH ended AS (
                          %(started_ago)s::float8[], %(ended_ago)s::float8[])
         AS e(id, lease_token, error, threads_used, started_ago, ended_ago)
 ), owned AS MATERIALIZED (
-    SELECT j.id, e.error, e.threads_used,
+    SELECT j.id, j.queue, j.type, j.run_at, j.attempt + 1 AS attempt, e.error, e.threads_used,
            statement_timestamp() - make_interval(secs => e.started_ago) AS started_at,
            statement_timestamp() - make_interval(secs => e.ended_ago) AS finished_at
     FROM (SELECT * FROM ended ORDER BY id) e
     CROSS JOIN LATERAL (
-        SELECT j.id FROM pgqueue.jobs_live j WHERE j.id = e.id AND j.lease_token = e.lease_token FOR UPDATE
+        SELECT j.id, j.queue, j.type, j.run_at, j.attempt FROM pgqueue.jobs_live j
+        WHERE j.id = e.id AND j.lease_token = e.lease_token FOR UPDATE
     ) j
 ), gone AS (
     DELETE FROM pgqueue.jobs_live j USING owned o WHERE j.id = ANY (ARRAY[o.id]) RETURNING j.*
+), counted AS (
+    INSERT INTO pgqueue.tallies (event, queue, type, reason, attempt, took, seconds, waited, wait_seconds, jobs)
+    SELECT 'cancelled', queue, type, NULL, attempt, pgqueue.bucket(seconds), sum(seconds), pgqueue.bucket(wait_seconds),
+           sum(wait_seconds), count(*)
+    FROM (SELECT *, date_part('epoch', finished_at - started_at) AS seconds,
+                 greatest(0, date_part('epoch', started_at - run_at)) AS wait_seconds FROM owned) o
+    GROUP BY 1, 2, 3, 4, 5, 6, 8
 ), history AS (
     INSERT INTO pgqueue.attempts (job_id, attempt, outcome, reason, error, worker_id, started_at, finished_at)
     SELECT g.id, g.attempt + 1, 'cancelled', 'cancelled', o.error, g.worker_id, o.started_at, o.finished_at

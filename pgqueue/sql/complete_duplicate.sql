@@ -5,6 +5,8 @@ WITH gone AS (
     WHERE j.id = %(id)s AND j.lease_token = %(lease_token)s::uuid
       AND e.key = %(key)s AND e.done_at IS NOT NULL AND e.expires_at > clock_timestamp() AND e.job_id <> j.id
     RETURNING j.*, e.result AS first_result, e.job_id AS first_id
+), counted AS (
+    INSERT INTO pgqueue.tallies (event, queue, type, jobs) SELECT 'completed', queue, type, 1 FROM gone
 )
 INSERT INTO pgqueue.jobs_finished (id, queue, type, name, payload, status, priority, seq, run_at, thread_demand, timeout,
     max_attempts, attempt, lost, idempotency_key, tags, created_at, worker_id, lease_token, threads_used, started_at,

@@ -7,7 +7,7 @@ WITH ended AS (
         AS e(id, lease_token, delay, reason, error_type, error, traceback, threads_used, started_ago, ended_ago)
 ), owned AS MATERIALIZED (
     SELECT j.id, e.delay IS NOT NULL AND j.attempt + 1 < j.max_attempts AND j.cancel_requested_at IS NULL AS again,
-           j.attempt + 1 AS attempt, j.worker_id, e.delay, e.reason, e.error_type, e.error, e.traceback, e.threads_used,
+           j.attempt + 1 AS attempt, j.queue, j.type, j.run_at, j.max_attempts, j.worker_id, e.delay, e.reason, e.error_type, e.error, e.traceback, e.threads_used,
            statement_timestamp() - make_interval(secs => e.started_ago) AS started_at,
            statement_timestamp() - make_interval(secs => e.ended_ago) AS finished_at
     FROM (SELECT * FROM ended ORDER BY id) e
@@ -34,6 +34,18 @@ WITH ended AS (
              THEN 'max_attempts' ELSE o.reason END,
         o.error_type, o.error
     FROM gone g JOIN owned o USING (id)
+), counted AS (
+    INSERT INTO pgqueue.tallies (event, queue, type, reason, attempt, took, seconds, waited, wait_seconds, jobs)
+    SELECT CASE WHEN again THEN 'retried' ELSE 'failed' END, queue, type, reason, attempt, pgqueue.bucket(seconds), sum(seconds), pgqueue.bucket(wait_seconds),
+           sum(wait_seconds), count(*)
+    FROM (SELECT *, date_part('epoch', finished_at - started_at) AS seconds,
+                 greatest(0, date_part('epoch', started_at - run_at)) AS wait_seconds FROM owned) o
+    GROUP BY 1, 2, 3, 4, 5, 6, 8
+), exhausted AS (
+    INSERT INTO pgqueue.tallies (event, queue, type, attempt, jobs)
+    SELECT 'exhausted', queue, type, attempt, count(*) FROM owned
+    WHERE NOT again AND reason IN ('error', 'timeout') AND delay IS NOT NULL AND attempt >= max_attempts
+    GROUP BY 2, 3, 4
 ), history AS (
     INSERT INTO pgqueue.attempts (job_id, attempt, outcome, reason, error_type, error, traceback, worker_id, started_at, finished_at)
     SELECT id, attempt, CASE WHEN again THEN 'retried' ELSE 'failed' END, reason, error_type, error, traceback, worker_id,

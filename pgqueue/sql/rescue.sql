@@ -11,7 +11,7 @@ WITH live AS MATERIALIZED (
 ), orphan AS MATERIALIZED (
     SELECT o.* FROM gap g
     CROSS JOIN LATERAL (
-        SELECT j.id, j.worker_id, j.lease_token, j.attempt, j.lost, j.started_at, j.threads_used, j.cancel_requested_at
+        SELECT j.id, j.queue, j.type, j.worker_id, j.lease_token, j.attempt, j.lost, j.started_at, j.threads_used, j.cancel_requested_at
         FROM pgqueue.jobs_live j
         WHERE j.status = 'running' AND j.worker_id > g.low AND j.worker_id < g.high
         ORDER BY j.worker_id
@@ -23,7 +23,7 @@ WITH live AS MATERIALIZED (
 ), judged AS MATERIALIZED (
     -- The locked row is the newest, the other is as old as what we know of the workers. If their leases differ, the job was
     -- claimed since then, perhaps by a worker that is as new.
-    SELECT o.id, o.worker_id, o.attempt + 1 AS attempt, o.started_at,
+    SELECT o.id, o.queue, o.type, o.worker_id, o.attempt + 1 AS attempt, o.started_at,
            o.lost + (o.lost = 0 OR o.threads_used IS NOT NULL)::int AS lost,
            CASE WHEN o.cancel_requested_at IS NOT NULL THEN 'cancelled'
                 WHEN o.lost + (o.lost = 0 OR o.threads_used IS NOT NULL)::int >= %(max_lost)s THEN 'failed'
@@ -51,6 +51,11 @@ WITH live AS MATERIALIZED (
         CASE outcome WHEN 'failed' THEN 'WorkerLost' END,
         CASE outcome WHEN 'failed' THEN format('%%s workers died while they ran this job', losses) END
     FROM gone
+), counted AS (
+    INSERT INTO pgqueue.tallies (event, queue, type, reason, attempt, jobs)
+    SELECT outcome, queue, type, 'worker_lost', lost, count(*) FROM judged GROUP BY 1, 2, 3, 5
+    UNION ALL
+    SELECT 'exhausted', queue, type, NULL, lost, count(*) FROM judged WHERE outcome = 'failed' GROUP BY 2, 3, 5
 ), history AS (
     INSERT INTO pgqueue.attempts (job_id, attempt, outcome, reason, error_type, error, worker_id, started_at)
     SELECT id, attempt, outcome, 'worker_lost', 'WorkerLost', 'the worker stopped sending heartbeats', worker_id, started_at

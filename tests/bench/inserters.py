@@ -30,7 +30,7 @@ from tests.bench.common import alternate, benchmark_server, database, print_json
 
 INSERT = "INSERT INTO pgqueue.jobs (type) VALUES ('noop')"
 NAIVE = """
-    CREATE OR REPLACE FUNCTION pgqueue.wake_for_inserted() RETURNS trigger LANGUAGE plpgsql AS
+    CREATE OR REPLACE FUNCTION pgqueue.tell_of_inserted() RETURNS trigger LANGUAGE plpgsql AS
     $$ BEGIN PERFORM pg_notify('pgqueue_jobs', ''); RETURN NULL; END $$
 """
 WORKERS = 4
@@ -143,7 +143,7 @@ def sites(server: PostgresServer, clients: int, seconds: float) -> Iterator[dict
         for name in ("no trigger", "busy", "switch off", "NOTIFY always", "worker, woken", "worker, polling"):
             dsn = stack.enter_context(database(server))
             made[name] = Site(dsn, clients, seconds, tool, worker=name.startswith("worker"))
-        made["no trigger"].execute("DROP TRIGGER wake ON pgqueue.jobs")
+        made["no trigger"].execute("DROP TRIGGER tell ON pgqueue.jobs")
         made["NOTIFY always"].execute(NAIVE)
         for name in ("switch off", "worker, polling"):
             made[name].execute("UPDATE pgqueue.switches SET enabled = false WHERE name = 'wake'")

@@ -1,0 +1,1 @@
+SELECT pgqueue.fold(%(wait)s::boolean)
