@@ -62,8 +62,8 @@ class Listener:
                         logger,
                         logging.WARNING,
                         "listen.deaf",
-                        "notifications do not arrive (behind a transaction pooler? set PGQUEUE_LISTEN_URL to a direct"
-                        " connection); this worker polls",
+                        "notifications do not arrive (behind a pooler? set PGQUEUE_LISTEN_URL to a direct connection);"
+                        " this worker polls",
                     )
                     pause = DEAF_PAUSE
             if heard:
@@ -73,6 +73,9 @@ class Listener:
 
     async def _listen(self, conn: Connection) -> None:
         with cut_after(conn, PONG_WITHIN):
+            if await behind_pooler(conn):
+                # A LISTEN would stay behind on a connection that others use next, and might even seem to work.
+                raise DeafError
             await conn.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self.channel)))
         while True:
             await self._ping(conn)
@@ -104,4 +107,10 @@ class Listener:
 
 
 class DeafError(Exception):
-    """A ping to ourselves did not come back."""
+    """Notifications do not come."""
+
+
+async def behind_pooler(conn: Connection) -> bool:
+    """Whether somebody stands between: PgBouncer and its like tell their clients a process id of their own."""
+    row = await (await conn.execute("SELECT pg_backend_pid()", prepare=False)).fetchone()
+    return row is not None and row[0] != conn.info.backend_pid
