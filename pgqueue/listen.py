@@ -18,10 +18,11 @@ from pgqueue.log import say
 
 logger = logging.getLogger("pgqueue.listen")
 
-PING_EVERY = 10.0
+PING_EVERY = 3.0
 PONG_WITHIN = 5.0
-LOCK_WITHIN = "4s"
-"""The lock of all NOTIFYs may be held by a commit that hangs. Who is cut off while it waits leaves a session behind."""
+LOCK_WITHIN = "1s"
+"""The lock of all NOTIFYs is held for longer only by a commit that hangs (its standby is away). Then nobody must wake
+this worker: whoever did would hang as well."""
 FIRST_PAUSE = 0.1
 DEAF_PAUSE = 30.0
 

@@ -334,20 +334,24 @@ CREATE FUNCTION pgqueue.wake(queues text[], types text[], demands integer[]) RET
 DECLARE
     blind boolean := NOT pg_try_advisory_xact_lock_shared(1885827429, 1)
         OR current_setting('transaction_isolation') IN ('repeatable read', 'serializable');
+    chosen uuid[];
 BEGIN
-    PERFORM pg_notify('pgqueue_' || chosen.id, '') FROM (
-        SELECT DISTINCT w.id
-        FROM (SELECT DISTINCT j.queue, j.type, j.demand FROM unnest(queues, types, demands) AS j(queue, type, demand)) j
-        CROSS JOIN LATERAL (
-            SELECT w.id FROM pgqueue.workers w
-            WHERE w.listening AND w.expires_at > clock_timestamp() AND w.state <> 'unavailable' AND NOT w.draining
-              AND (w.idle_since IS NOT NULL OR blind)
-              AND (w.queues IS NULL OR j.queue = ANY (w.queues))
-              AND (w.types IS NULL OR j.type = ANY (w.types))
-            ORDER BY (w.threads >= j.demand) DESC, w.last_used_at
-            LIMIT CASE WHEN blind THEN NULL ELSE 1 END
-        ) w
-    ) chosen;
+    SELECT array_agg(DISTINCT w.id) INTO chosen
+    FROM (SELECT DISTINCT j.queue, j.type, j.demand FROM unnest(queues, types, demands) AS j(queue, type, demand)) j
+    CROSS JOIN LATERAL (
+        SELECT w.id FROM pgqueue.workers w
+        WHERE w.listening AND w.expires_at > clock_timestamp() AND w.state <> 'unavailable' AND NOT w.draining
+          AND (w.idle_since IS NOT NULL OR blind)
+          AND (w.queues IS NULL OR j.queue = ANY (w.queues))
+          AND (w.types IS NULL OR j.type = ANY (w.types))
+        ORDER BY (w.threads >= j.demand) DESC, w.last_used_at
+        LIMIT CASE WHEN blind THEN NULL ELSE 1 END
+    ) w;
+    -- Only a hint, it must not stop those who enqueue: when some listener does not read, the queue of the whole server fills
+    -- up, and then every COMMIT with a NOTIFY is refused.
+    IF chosen IS NOT NULL AND pg_notification_queue_usage() < 0.5 THEN
+        PERFORM pg_notify('pgqueue_' || c.id, '') FROM unnest(chosen) AS c(id);
+    END IF;
 END $$;
 
 -- When everybody is busy, which is when it matters, it costs an insert two short looks, the second under the lock, and no
@@ -466,7 +470,9 @@ BEGIN
     IF job.status = 'running' THEN
         UPDATE pgqueue.jobs_live j SET cancel_requested_at = coalesce(j.cancel_requested_at, statement_timestamp())
         WHERE j.id = job.id;
-        PERFORM pg_notify('pgqueue_' || job.worker_id, 'cancel');
+        IF pg_notification_queue_usage() < 0.5 THEN
+            PERFORM pg_notify('pgqueue_' || job.worker_id, 'cancel');
+        END IF;
     ELSE
         DELETE FROM pgqueue.jobs_live j WHERE j.id = job.id;
         job.status := 'cancelled';

@@ -412,6 +412,7 @@ HOSTILE = {
     "statement_timestamp()": "timestamptz",
     "nextval(regclass)": "bigint",
     "pg_notify(text, text)": "void",
+    "pg_notification_queue_usage()": "double precision",
     "sha256(bytea)": "bytea",
     "convert_to(text, name)": "bytea",
     "char_length(text)": "integer",
