@@ -91,12 +91,16 @@ class _Link:
         from_server, to_server = await asyncio.open_connection(host, port)
         try:
             await self._send(to_server, first)
-            back = asyncio.create_task(self._pump(from_server, self.writer, forth=False))
+            ways = [
+                asyncio.create_task(self._pump(from_server, self.writer, forth=False)),
+                asyncio.create_task(self._pump(self.reader, to_server, forth=True)),
+            ]
             try:
-                await self._pump(self.reader, to_server, forth=True)
+                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
             finally:
-                back.cancel()
-                await asyncio.gather(back, return_exceptions=True)
+                for way in ways:
+                    way.cancel()
+                await asyncio.gather(*ways, return_exceptions=True)
         finally:
             to_server.transport.abort()
 

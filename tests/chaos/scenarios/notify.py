@@ -1,0 +1,204 @@
+"""NOTIFY, when it cannot be had: a full queue, a commit that hangs, names and payloads that are too long for it."""
+
+import threading
+import time
+from contextlib import suppress
+
+import psycopg
+
+from tests.chaos.site import Site, fault, percentile, site
+from tests.chaos.verdict import Verdict
+from tests.worker.processes import wait
+
+
+@fault(
+    "C22",
+    "somebody else's listener, idle in a transaction, lets PostgreSQL's notification queue fill up",
+    invariant="every enqueue goes through; workers poll; all is as before when it has gone",
+    minute=True,
+)
+def notifications_fill_up(verdict: Verdict, minute: bool) -> None:
+    with site({"max_notify_queue_pages": "64"}) as at:
+        at.worker("w", env={"PGQUEUE_POLL_INTERVAL": "1"})
+        with psycopg.connect(at.server.dsn, autocommit=True) as listener:
+            listener.execute("LISTEN elsewhere")
+            listener.execute("BEGIN")
+            listener.execute("SELECT 1")
+            chatter = fill(at)
+            usage = at.db.value("SELECT pg_notification_queue_usage()")
+            refused, waits = enqueue(at, 8 if minute else 100)
+            listener.execute("COMMIT")
+        healed = time.monotonic()
+        wait(lambda: at.db.is_idle("w"), "it listens again", 40)
+        wait(lambda: max(enqueue(at, 3)[1]) < 0.3, "workers are woken again", 40)
+        verdict.n = 8 if minute else 100
+        verdict.faults = {"notifications of others": chatter}
+        verdict.lost = refused
+        verdict.recovery = [time.monotonic() - healed]
+        verdict.expect(usage > 0.9, f"the queue was only {usage:.0%} full: nothing was tried")
+        verdict.expect(max(waits) < 3, f"a job waited for {max(waits):.1f} s")
+        verdict.figures |= {"usage": round(usage, 2), "refused": refused, "pickup_max": round(max(waits), 2)}
+
+
+def fill(at: Site) -> int:
+    """NOTIFYs on a channel that is none of ours, until PostgreSQL takes no more."""
+    sent = 0
+    with psycopg.connect(at.server.dsn, autocommit=True) as conn, suppress(psycopg.errors.ProgramLimitExceeded):
+        while True:
+            conn.execute("SELECT pg_notify('elsewhere', repeat('x', 7000) || n) FROM generate_series(1, 5) n")
+            sent += 5
+    with psycopg.connect(at.server.dsn, autocommit=True) as conn, suppress(psycopg.errors.ProgramLimitExceeded):
+        while True:
+            conn.execute("SELECT pg_notify('elsewhere', %s)", [str(sent)])
+            sent += 1
+    return sent
+
+
+def enqueue(at: Site, jobs: int) -> tuple[int, list[float]]:
+    """How many were refused, and how long the others waited for their worker."""
+    refused, waits = 0, [0.0]
+    for _ in range(jobs):
+        try:
+            id = at.db.add("nothing")
+        except psycopg.errors.ProgramLimitExceeded:
+            refused += 1
+            continue
+        job = at.db.wait_for(id, "completed")
+        waits.append((job["started_at"] - job["created_at"]).total_seconds())
+    return refused, waits
+
+
+@fault(
+    "C23",
+    "a commit with a NOTIFY hangs, and holds the lock that all NOTIFYs of the server need",
+    invariant="within seconds enqueues go through without NOTIFY; all is as before when it has ended",
+    minute=True,
+)
+def commit_with_notify_hangs(verdict: Verdict, minute: bool) -> None:
+    seconds = 12 if minute else 30
+    with site() as at:
+        at.db.run("ALTER SYSTEM SET synchronous_standby_names = 'ghost'")
+        # Only who asks for it waits for the standby.
+        at.db.run("ALTER DATABASE pgqueue SET synchronous_commit = local")
+        at.db.run("SELECT pg_reload_conf()")
+        at.db.run("SET synchronous_commit = local")
+        workers = [at.worker(name, ready=False) for name in ("a", "b")]
+        at.fleet.wait_until_idle(*workers)
+        hanging = threading.Thread(target=hang, args=[at.server.dsn], daemon=True)
+        hanging.start()
+        wait(lambda: at.db.value("SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep'"), "it hangs")
+        took: list[float] = []
+        stuck: list[float] = []
+        began = time.monotonic()
+        producers = [
+            threading.Thread(target=produce, args=[at.server.dsn, began + seconds, took, stuck]) for _ in range(8)
+        ]
+        for producer in producers:
+            producer.start()
+        for producer in producers:
+            producer.join()
+        waiting = at.db.value(
+            "SELECT count(*) FROM pg_locks WHERE locktype = 'object' AND classid = 1262 AND NOT granted"
+        )
+        at.db.run("ALTER SYSTEM RESET synchronous_standby_names")
+        at.db.run("SELECT pg_reload_conf()")
+        hanging.join(10)
+        at.fleet.wait_until_idle(*workers)
+        healed = time.monotonic()
+        wait(lambda: max(enqueue(at, 3)[1]) < 0.3, "workers are woken again", 40)
+        wait(lambda: not at.db.value("SELECT count(*) FROM pgqueue.jobs_live"), "every job has ended")
+        stalled = max(stuck, default=began) - began
+        verdict.n = len(took) + len(stuck)
+        verdict.faults = {"commits that hang": 1}
+        verdict.recovery = [stalled, time.monotonic() - healed]
+        verdict.expect(stuck, "nobody was held up: nothing was tried")
+        verdict.expect(stalled < 9, f"enqueues were held up for {stalled:.1f} s")
+        verdict.expect(percentile(took, 0.99) < 0.5, f"p99 of an enqueue: {percentile(took, 0.99):.2f} s")
+        verdict.figures |= {
+            "enqueue_p50_p99_max": [round(percentile(took, share), 3) for share in (0.5, 0.99, 1)],
+            "held_up": len(stuck),
+            "held_up_for": round(stalled, 1),
+            "waiting_at_the_end": waiting,
+        }
+
+
+def hang(dsn: str) -> None:
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        conn.execute("CREATE TABLE public.others (n int)")
+        conn.execute("SET synchronous_commit = on")
+        # Not one of ours; what writes nothing would wait for nobody.
+        conn.execute("INSERT INTO public.others SELECT length(pg_notify('elsewhere', '')::text)")
+
+
+def produce(dsn: str, until: float, took: list[float], stuck: list[float]) -> None:
+    """One job after the other; a commit that is held up is given up after a while, as a lock_timeout makes it."""
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        conn.execute("SET lock_timeout = '1s'")
+        while (started := time.monotonic()) < until:
+            try:
+                conn.execute("INSERT INTO pgqueue.jobs (type) VALUES ('nothing')")
+                took.append(time.monotonic() - started)
+            except psycopg.errors.LockNotAvailable:
+                stuck.append(time.monotonic())
+            time.sleep(0.1)
+
+
+@fault(
+    "C24",
+    "1 MB payloads, names of 300 letters, jobs in prepared transactions",
+    invariant="stored or refused in plain words, never by NOTIFY's limits",
+    minute=True,
+)
+def too_long_for_notify(verdict: Verdict, minute: bool) -> None:
+    with site({"max_prepared_transactions": "5"}) as at:
+        at.worker("w")
+        megabyte = {"text": "x" * (1 << 20 - 1)}
+        ids = at.db.add_many("nothing", [megabyte, {"text": "x" * 1_000_000}])
+        at.db.wait_for_all([ids[1]], "failed")  # the handler takes no text: what counts is that it came there
+        told = []
+        for column, value in (
+            ("queue", "q" * 300),
+            ("type", "t" * 300),
+            ("name", "n" * 300),
+            ("idempotency_key", "k" * 300),
+        ):
+            try:
+                at.db.run(
+                    f"INSERT INTO pgqueue.jobs (type, {column}) VALUES ('nothing', %s)"
+                    if column != "type"
+                    else "INSERT INTO pgqueue.jobs (type) VALUES (%s)",
+                    value,
+                )
+                verdict.problems.append(f"a {column} of 300 letters was taken")
+            except psycopg.errors.CheckViolation as error:
+                told.append(str(error.diag.column_name))
+        try:
+            at.db.run("INSERT INTO pgqueue.jobs (type, payload) VALUES ('nothing', to_jsonb(repeat('x', 1100000)))")
+            verdict.problems.append("more than 1 MiB was taken")
+        except psycopg.errors.CheckViolation as error:
+            told.append(str(error.diag.column_name))
+        verdict.expect(told == ["queue", "type", "name", "idempotency_key", "payload"], f"refused: {told}")
+        verdict.figures["two_phase"] = two_phase(at, verdict)
+        verdict.n = len(told) + 4
+
+
+def two_phase(at: Site, verdict: Verdict) -> dict[str, str]:
+    """PostgreSQL prepares no transaction that has sent a NOTIFY: with the switch off, any can be."""
+    outcomes = {}
+    for wake in (True, False):
+        at.db.run("UPDATE pgqueue.switches SET enabled = %s WHERE name = 'wake'", wake)
+        at.db.wait_for(at.db.add("nothing"), "completed")
+        wait(lambda: at.db.is_idle("w"))
+        with psycopg.connect(at.server.dsn) as conn:
+            row = conn.execute("INSERT INTO pgqueue.jobs (type) VALUES ('nothing') RETURNING id").fetchone()
+            assert row is not None
+            try:
+                conn.execute(f"PREPARE TRANSACTION 'wake-{wake}'")
+                outcomes[f"wake {'on' if wake else 'off'}"] = "prepared"
+            except psycopg.errors.FeatureNotSupported:
+                outcomes[f"wake {'on' if wake else 'off'}"] = "refused"
+                continue
+        at.db.run(f"COMMIT PREPARED 'wake-{wake}'")
+        at.db.wait_for(row[0], "completed")
+    verdict.expect(outcomes["wake off"] == "prepared", "two-phase commit is not possible even with the switch off")
+    return outcomes
