@@ -1,18 +1,19 @@
 """Many at once with the same key: one job, one effect, one answer; whatever Redis does meanwhile.
 
-Submissions come by pgqueue.add_job, by plain INSERT and from Python. Executions are jobs with the same `once_per`, on
-three worker processes, beside a Redis that is up, away, hung, flushed, full, forged or killed on the way.
+Submissions come over HTTP, by pgqueue.add_job, by plain INSERT and from Python. Executions are jobs with the same
+`once_per`, on three worker processes, beside a Redis that is up, away, hung, flushed, full, forged or killed meanwhile.
 """
 
 import asyncio
+import json
 import os
 import random
 import signal
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from typing import Any
 
 import psycopg
@@ -25,6 +26,7 @@ from pgqueue import PgQueue, idempotency
 from pgqueue.embedded import ValkeyServer
 from pgqueue.errors import KeyReused
 from pgqueue.idempotency import BUDGET, FAILURES, L1
+from tests.api.conftest import Api, api_process
 from tests.once import handlers
 from tests.once.arena import Arena, Place
 from tests.once.inside import worker_inside
@@ -35,75 +37,136 @@ from tests.once.proxy import proxied
 
 KEYS = 100
 TIMES = 100
-CLIENTS = 24
-
-Submit = Callable[[str], Any]
-
-
-async def by_function(conn: psycopg.AsyncConnection, key: str) -> int:
-    query = "SELECT id FROM pgqueue.add_job('in_transaction', %s, idempotency_key => %s)"
-    row = await (await conn.execute(query, [Jsonb({"key": key}), key])).fetchone()
-    assert row is not None
-    return int(row[0])
+CLIENTS = 25
+UNKEYED = 10
+"""One submission of so many has no idempotency key: it is a job of its own, whose effect is known by its payload."""
 
 
-async def by_insert(conn: psycopg.AsyncConnection, key: str) -> int:
-    query = "INSERT INTO pgqueue.jobs (type, payload, idempotency_key) VALUES ('in_transaction', %s, %s) RETURNING id"
-    try:
-        row = await (await conn.execute(query, [Jsonb({"key": key}), key])).fetchone()
-    except pg.UniqueViolation:
-        query = "SELECT job_id FROM pgqueue.idempotency_keys WHERE key = %s"
-        row = await (await conn.execute(query, [key])).fetchone()
-    assert row is not None
-    return int(row[0])
+class Http:
+    """A client that keeps its connection."""
+
+    def __init__(self, api: Api) -> None:
+        self.api = api
+        self.streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def post(self, body: dict[str, Any], key: str | None = None) -> tuple[int, Any]:
+        if self.streams is None:
+            self.streams = await asyncio.open_connection("127.0.0.1", self.api.port)
+        reader, writer = self.streams
+        text = json.dumps(body)
+        lines = ["POST /api/v1/jobs HTTP/1.1", "Host: localhost", f"Authorization: Bearer {self.api.token}"]
+        lines += ["Content-Type: application/json", f"Content-Length: {len(text)}"]
+        lines += [f"Idempotency-Key: {key}"] if key is not None else []
+        writer.write("\r\n".join([*lines, "", text]).encode())
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        length = int(head.lower().partition("content-length:")[2].split()[0])
+        return int(head.split()[1]), json.loads(await reader.readexactly(length))
+
+    def close(self) -> None:
+        if self.streams is not None:
+            self.streams[1].close()
 
 
-async def from_python(app: PgQueue, key: str) -> int:
-    return (await app.types["in_transaction"].using(idempotency_key=key).enqueue(key=key)).id
+class Client:
+    """Adds jobs by one of the doors. `idem` is their idempotency key, or None."""
+
+    def __init__(self, conn: psycopg.AsyncConnection, app: PgQueue, http: Http) -> None:
+        self.conn = conn
+        self.app = app
+        self.http = http
+        self.doors = [self.by_function, self.by_insert, self.from_python, self.by_http, self.by_http_header]
+
+    async def by_function(self, key: str, idem: str | None) -> int:
+        query = "SELECT id FROM pgqueue.add_job('in_transaction', %s, idempotency_key => %s)"
+        row = await (await self.conn.execute(query, [Jsonb({"key": key}), idem])).fetchone()
+        assert row is not None
+        return int(row[0])
+
+    async def by_insert(self, key: str, idem: str | None) -> int:
+        query = (
+            "INSERT INTO pgqueue.jobs (type, payload, idempotency_key) VALUES ('in_transaction', %s, %s) RETURNING id"
+        )
+        try:
+            row = await (await self.conn.execute(query, [Jsonb({"key": key}), idem])).fetchone()
+        except pg.UniqueViolation:
+            query = "SELECT job_id FROM pgqueue.idempotency_keys WHERE key = %s"
+            row = await (await self.conn.execute(query, [idem])).fetchone()
+        assert row is not None
+        return int(row[0])
+
+    async def from_python(self, key: str, idem: str | None) -> int:
+        return (await self.app.types["in_transaction"].using(idempotency_key=idem).enqueue(key=key)).id
+
+    async def by_http(self, key: str, idem: str | None) -> int:
+        status, job = await self.http.post({"type": "in_transaction", "payload": {"key": key}, "idempotency_key": idem})
+        assert status in (200, 201), job
+        return int(job["id"])
+
+    async def by_http_header(self, key: str, idem: str | None) -> int:
+        """With a key of the request, too: the first answer to it is given again. 409: it is being made."""
+        body = {"type": "in_transaction", "payload": {"key": key}, "idempotency_key": idem}
+        while True:
+            status, job = await self.http.post(body, idem)
+            if status != 409:
+                assert status in (200, 201), job
+                return int(job["id"])
 
 
-async def test_a_hundred_keys_a_hundred_times(arena: Arena, nursery: Nursery) -> None:
-    async with arena.place() as place, producing(place) as app:
-        workers = [nursery.worker(place.dsn, **place.env) for _ in range(2)]
-        # Each key's submissions come together, so that they meet.
-        wanted = [f"key {n}" for n in range(KEYS) for _ in range(TIMES)]
-        answers: dict[str, list[int]] = defaultdict(list)
+async def test_a_hundred_keys_a_hundred_times(arena: Arena, nursery: Nursery, valkey: ValkeyServer) -> None:
+    """Over HTTP, in SQL and from Python, while Redis is up, flushed, forged, evicting, hung and, in the end, down."""
+    every = [f"key-{n}" for n in range(KEYS)]
+    answers: dict[str, list[int]] = defaultdict(list)
+    unkeyed: list[int] = []
+    async with arena.place() as place, producing(place) as app, AsyncExitStack() as stack:
+        workers = [nursery.worker(place.dsn, REDIS_URL=valkey.url, **place.env) for _ in range(3)]
+        api, _ = stack.enter_context(api_process(place.dsn))
+        clients = []
+        for _ in range(CLIENTS):
+            conn = await stack.enter_async_context(await psycopg.AsyncConnection.connect(place.dsn, autocommit=True))
+            http = stack.enter_context(closing(Http(api)))
+            clients.append(Client(conn, app, http))
 
-        async def client(number: int) -> None:
-            async with await psycopg.AsyncConnection.connect(place.dsn, autocommit=True) as conn:
-                doors: list[Submit] = [
-                    lambda key: by_function(conn, key),
-                    lambda key: by_insert(conn, key),
-                    lambda key: from_python(app, key),
-                ]
-                while wanted:
-                    key = wanted.pop()
-                    answers[key].append(await doors[number % 3](key))
+        async def submit(number: int, wanted: list[tuple[str, bool]]) -> None:
+            door = clients[number].doors[number % 5]
+            while wanted:
+                key, known = wanted.pop()
+                id = await door(key, key if known else None)
+                (answers[key] if known else unkeyed).append(id)
 
-        await asyncio.gather(*map(client, range(CLIENTS)))
-        assert {key: len(ids) for key, ids in answers.items()} == {f"key {n}": TIMES for n in range(KEYS)}
-        assert all(len(set(ids)) == 1 for ids in answers.values()), "one key had several answers"
-        ids = {key: ids[0] for key, ids in answers.items()}
-        assert len(set(ids.values())) == KEYS
-        jobs = await place.ended(*ids.values(), processes=(workers[0],))
-        assert Counter(job["status"] for job in jobs) == {"completed": KEYS}
-        assert await place.value("SELECT count(*) FROM pgqueue.jobs") == KEYS
-        seen = await place.rows("SELECT key, count(*) AS n FROM public.seen GROUP BY 1")
-        assert {row["key"]: row["n"] for row in seen} == dict.fromkeys(ids, 1)
+        stages = (Up, Flushed, Forged, Evicting, Hung, Down)
+        for number, kind in enumerate(stages):
+            keys = every[number :: len(stages)]
+            # Each key's submissions come together, so that they meet.
+            wanted = [(key, n % UNKEYED > 0) for key in keys for n in range(TIMES)]
+            async with trouble(kind, valkey, [("in_transaction", key) for key in keys]):
+                await asyncio.gather(*(submit(number, wanted) for number in range(CLIENTS)))
+                await idle(place, workers)
         await end(workers)
 
+        assert {key: len(ids) for key, ids in answers.items()} == dict.fromkeys(every, TIMES - TIMES // UNKEYED)
+        assert all(len(set(ids)) == 1 for ids in answers.values()), "one key had several answers"
+        first = {ids[0] for ids in answers.values()}
+        assert len(first) == KEYS
+        assert len(set(unkeyed)) == len(unkeyed) == KEYS * TIMES // UNKEYED
+        jobs = await place.rows("SELECT id, status::text, reason FROM pgqueue.jobs")
+        assert {job["id"] for job in jobs} == first | set(unkeyed)
+        assert Counter(job["status"] for job in jobs) == {"completed": len(jobs)}
+        assert sum(str(job["reason"]).startswith("duplicate of job") for job in jobs) == len(unkeyed)
+        seen = await place.rows("SELECT key, count(*) AS n FROM public.seen GROUP BY 1")
+        assert {row["key"]: row["n"] for row in seen} == dict.fromkeys(every, 1)
+
         # The key remembers what it stood for, in every door.
-        reused = place.value(
-            "SELECT pgqueue.add_job('in_transaction', '{\"key\": \"other\"}', idempotency_key => 'key 1')"
-        )
         with pytest.raises(psycopg.Error, match="another type or payload") as error:
-            await reused
+            await clients[0].by_function("other", "key-1")
         assert error.value.sqlstate == "PQ002"
         with pytest.raises(KeyReused):
-            await app.types["in_transaction"].using(idempotency_key="key 1").enqueue(key="other")
+            await clients[0].from_python("other", "key-1")
         with pytest.raises(pg.UniqueViolation, match="belongs to another job"):
-            await place.conn.execute("INSERT INTO pgqueue.jobs (type, idempotency_key) VALUES ('other', 'key 1')")
-        assert await place.value("SELECT count(*) FROM pgqueue.jobs") == KEYS
+            await place.conn.execute("INSERT INTO pgqueue.jobs (type, idempotency_key) VALUES ('other', 'key-1')")
+        for header in ("key-1", None):
+            body = {"type": "in_transaction", "payload": {"key": "other"}, "idempotency_key": "key-1"}
+            assert (await clients[0].http.post(body, header))[0] == 422
+        assert await place.value("SELECT count(*) FROM pgqueue.jobs") == len(jobs)
 
 
 @asynccontextmanager
@@ -115,6 +178,13 @@ async def producing(place: Place) -> AsyncIterator[PgQueue]:
     finally:
         await app.close()
         handlers.app.pools = PgQueue().pools
+
+
+async def idle(place: Place, workers: list[Process], within: float = 60) -> None:
+    deadline = time.monotonic() + within
+    while await place.value("SELECT count(*) FROM pgqueue.jobs_live"):
+        assert time.monotonic() < deadline, "\n".join(worker.told()[-2000:] for worker in workers)
+        await asyncio.sleep(0.05)
 
 
 async def end(workers: list[Process]) -> None:
@@ -249,6 +319,22 @@ TROUBLES = [
 ]  # fmt: skip
 
 
+@asynccontextmanager
+async def trouble(kind: type[Trouble], valkey: ValkeyServer, keys: list[tuple[str, str]]) -> AsyncIterator[str]:
+    """Redis has this trouble; yields its address."""
+    trouble = kind(valkey, keys)
+    over = threading.Event()
+    with redis.Redis.from_url(valkey.url) as client:
+        trouble.before(client)
+        meanwhile = asyncio.create_task(asyncio.to_thread(trouble.go_on, client, over))
+        try:
+            yield trouble.url
+        finally:
+            over.set()
+            await meanwhile
+            trouble.after()
+
+
 @pytest.mark.parametrize("kind", TROUBLES)
 async def test_one_effect_a_key_whatever_redis_does(
     arena: Arena, nursery: Nursery, valkey: ValkeyServer, kind: type[Trouble]
@@ -260,23 +346,12 @@ async def test_one_effect_a_key_whatever_redis_does(
         rows = [(type, Jsonb({"key": key})) for type, key in jobs]
         async with place.conn.cursor() as cursor:
             await cursor.executemany("INSERT INTO pgqueue.jobs (type, payload) VALUES (%s, %s)", rows)
-        trouble = kind(valkey, keys)
-        client = redis.Redis.from_url(valkey.url)
-        trouble.before(client)
-        over = threading.Event()
-        meanwhile = asyncio.create_task(asyncio.to_thread(trouble.go_on, client, over))
-        started = time.monotonic()
-        workers = [nursery.worker(place.dsn, REDIS_URL=trouble.url, **place.env) for _ in range(3)]
-        try:
-            while await place.value("SELECT count(*) FROM pgqueue.jobs_live"):
-                assert time.monotonic() < started + 60, "\n".join(worker.told()[-2000:] for worker in workers)
-                await asyncio.sleep(0.05)
-        finally:
-            over.set()
-            await meanwhile
-            trouble.after()
-            client.close()
-            await end(workers)
+        async with trouble(kind, valkey, keys) as url:
+            workers = [nursery.worker(place.dsn, REDIS_URL=url, **place.env) for _ in range(3)]
+            try:
+                await idle(place, workers)
+            finally:
+                await end(workers)
         effects = Counter([row["key"] for row in await place.rows("SELECT key FROM public.seen")])
         effects += Counter(place.sink.all("effects"))
         assert effects == {key: 1 for _, key in keys}
