@@ -81,6 +81,10 @@ class JobAbandoned(JobSignal):
     """Raised by ctx.check() when the worker stops, or has lost the lease: end quietly, the job runs again elsewhere."""
 
 
+class NoConnection(JobSignal):
+    """Raised by ctx.transaction() when there is no connection to be had: the job is put off for a moment, uncharged."""
+
+
 class Undecodable(Exception):
     """The payload is not what the handler takes; no other attempt will change that."""
 

@@ -25,6 +25,7 @@ from pgqueue.outcome import (
     JobAbandoned,
     JobCancelled,
     JobTimeout,
+    NoConnection,
     Retry,
     Snooze,
     Undecodable,
@@ -43,6 +44,7 @@ logger = logging.getLogger("pgqueue.worker")
 Stop = JobCancelled | JobAbandoned
 
 SERIALIZATION_RETRIES = 3
+NO_CONNECTION_PAUSE = 2.0
 
 
 class Attempt:
@@ -157,6 +159,9 @@ async def outcome_of(
     except (JobCancelled, JobAbandoned) as why:
         # Raised by ctx.check(), it is the handler's word that nothing has happened yet.
         return stopped(job, ctx, why, handler, unsure=handler.at_most_once and ctx._stop is None)
+    except NoConnection as error:
+        logger.warning(f"put off job {ctx.id} {ctx.type}: {error}")
+        return Snoozed(ctx.id, ctx.lease_token, NO_CONNECTION_PAUSE * random.uniform(0.5, 1.0))
     except LeaseLost:
         return written(ctx) if ctx._written else Lease(ctx.id, ctx.lease_token)
     except BaseException as error:  # a handler that calls sys.exit() fails; it does not take the worker along

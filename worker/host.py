@@ -24,7 +24,7 @@ from pgqueue.enqueue import Added
 from pgqueue.errors import LeaseLost
 from pgqueue.failpoints import failpoint
 from pgqueue.job import Lease, NewJob
-from pgqueue.outcome import BadResult, JobAbandoned, result_text
+from pgqueue.outcome import BadResult, JobAbandoned, NoConnection, result_text
 from pgqueue.worker import transactions
 from pgqueue.worker.children import die_with_parent, spawning
 
@@ -40,7 +40,7 @@ class WorkerHost:
         self.threads = threads
         self.name = name
         self.loop: asyncio.AbstractEventLoop | None = None
-        self._pool: AsyncConnectionPool[Connection] | None = None
+        self._pools: dict[str, AsyncConnectionPool[Connection]] = {}
         self._processes: ProcessPoolExecutor | None = None
         self._chunk_threads: ThreadPoolExecutor | None = None
         self._progress: dict[int, tuple[str, dict[str, Any]]] = {}
@@ -51,12 +51,30 @@ class WorkerHost:
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
-        """From a small pool of their own, so that handlers never take what claims and heartbeats need."""
-        if self._pool is None:
-            self._pool = AsyncConnectionPool(
+        """For a statement or two, from a small pool of their own: handlers never take what claims and heartbeats need."""
+        async with (await self._pool("short", 4)).connection() as conn:
+            yield conn
+
+    @asynccontextmanager
+    async def held_connection(self) -> AsyncIterator[Connection]:
+        """For a transaction, which a handler may hold for long: one for each slot. Not from the other pool: handlers that
+        hold all of that would wait for themselves as soon as they want a second one."""
+        pool = await self._pool("held", self.threads)
+        try:
+            conn = await pool.getconn()
+        except psycopg.OperationalError as error:
+            raise NoConnection(f"no connection for the handler's transaction: {error}") from error
+        try:
+            yield conn
+        finally:
+            await pool.putconn(conn)
+
+    async def _pool(self, name: str, size: int) -> AsyncConnectionPool[Connection]:
+        if name not in self._pools:
+            self._pools[name] = AsyncConnectionPool(
                 self.dsn,
                 min_size=0,
-                max_size=4,
+                max_size=size,
                 open=False,
                 timeout=5,
                 kwargs={
@@ -66,9 +84,8 @@ class WorkerHost:
                     **CONNECT,
                 },
             )
-        await self._pool.open()
-        async with self._pool.connection() as conn:
-            yield conn
+        await self._pools[name].open()
+        return self._pools[name]
 
     # Progress: the last word of each job, written once a second.
 
@@ -143,7 +160,7 @@ class WorkerHost:
         begin = transactions.begin(isolation)
         with self._undisturbed_by_us(ctx, begin):
             await self._flushed(ctx)
-            async with self.connection() as conn:
+            async with self.held_connection() as conn:
                 await conn.execute(begin)
                 try:
                     failpoint("tx.begun")
@@ -213,7 +230,10 @@ class WorkerHost:
     @contextmanager
     def transaction_sync(self, ctx: Context, isolation: str | None) -> Iterator[psycopg.Connection[Any]]:
         begin = transactions.begin(isolation)
-        connected = psycopg.connect(self.dsn, autocommit=True, prepare_threshold=None, **CONNECT)
+        try:
+            connected = psycopg.connect(self.dsn, autocommit=True, prepare_threshold=None, **CONNECT)
+        except psycopg.OperationalError as error:
+            raise NoConnection(f"no connection for the handler's transaction: {error}") from error
         with self._undisturbed_by_us(ctx, begin), connected as conn:
             self._from_thread(self._flushed(ctx))
             conn.execute(begin)
@@ -321,5 +341,5 @@ class WorkerHost:
             self._processes.shutdown(wait=False, cancel_futures=True)
         if self._chunk_threads is not None:
             self._chunk_threads.shutdown(wait=False, cancel_futures=True)
-        if self._pool is not None:
-            await self._pool.close()
+        for pool in self._pools.values():
+            await pool.close()

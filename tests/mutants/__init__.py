@@ -144,7 +144,7 @@ def heartbeat_from_the_handlers_pool(patch: Patch) -> None:
         async def _run(self) -> None:
             while True:
                 with suppress(Exception):
-                    async with self.host.connection() as conn:
+                    async with self.host.held_connection() as conn:
                         await self._beat(conn)
                 await asyncio.sleep(self.interval)
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import psycopg
 import pytest
@@ -310,7 +311,7 @@ async def test_what_the_worker_writes_meanwhile_does_not_disturb(arena: Arena, i
 
 
 async def test_handlers_that_hold_every_connection_do_not_cost_their_leases(arena: Arena) -> None:
-    """There are four for handlers. The heartbeat has its own, and the lease is shorter than they are held."""
+    """There is one for each of the four. The heartbeat has its own, and the lease is shorter than they are held."""
     calls: list[int] = []
     app = PgQueue()
 
@@ -328,6 +329,61 @@ async def test_handlers_that_hold_every_connection_do_not_cost_their_leases(aren
         assert sorted(calls) == [0, 1, 2, 3]
         assert [(job["status"], job["lost"]) for job in jobs] == [("completed", 0)] * 4
         assert await place.value("SELECT count(*) FROM public.seen") == 4
+
+
+async def test_every_slot_has_a_connection_for_its_transaction_and_another_for_a_moment(arena: Arena) -> None:
+    app = PgQueue()
+
+    @app.job("t", retry=NO_RETRY)
+    async def handler(ctx: Context, n: int) -> None:
+        async with ctx.transaction() as tx:
+            await tx.execute(SEE, [str(n), ctx.id, ctx.lease_token])
+            held.append(n)
+            while len(held) < 12:  # noqa: ASYNC110 - whoever has no connection is not among them
+                await asyncio.sleep(0.01)
+            await ctx.step("one", lambda: 1)
+
+    held: list[int] = []
+    async with arena.place() as place:
+        ids = [await place.add("t", {"n": n}) for n in range(12)]
+        async with worker_inside(app, place.dsn, threads=12):
+            jobs = await place.ended(*ids)
+        assert [job["status"] for job in jobs] == ["completed"] * 12
+        assert sorted(held) == list(range(12))
+
+
+@pytest.mark.parametrize("sync", [False, True])
+async def test_without_a_connection_for_its_transaction_a_job_is_put_off_uncharged(arena: Arena, sync: bool) -> None:
+    app = PgQueue()
+
+    def handler(ctx: Context, n: int) -> None:
+        with ctx.transaction_sync() as tx:
+            tx.execute(SEE, [str(n), ctx.id, ctx.lease_token])
+
+    async def async_handler(ctx: Context, n: int) -> None:
+        async with ctx.transaction() as tx:
+            await tx.execute(SEE, [str(n), ctx.id, ctx.lease_token])
+
+    app.job("t", retry=NO_RETRY)(handler if sync else async_handler)
+    async with arena.place() as place:
+        role = f"crowded_{place.dsn.rpartition('/')[2]}"
+        await place.conn.execute(
+            f"CREATE ROLE {role} LOGIN PASSWORD 'x' CONNECTION LIMIT 0 IN ROLE pgqueue_worker;"
+            f"GRANT ALL ON public.seen TO {role}".encode()
+        )
+        parts = urlsplit(place.dsn)
+        crowded = parts._replace(netloc=f"{role}:x@{parts.hostname}:{parts.port}").geturl()
+        id = await place.add("t", {"n": 1})
+        async with worker_inside(app, place.dsn, handlers_dsn=crowded):
+            for _ in range(1000):
+                if (await place.job(id))["status"] == "scheduled":
+                    break
+                await asyncio.sleep(0.01)
+            await place.conn.execute(f"ALTER ROLE {role} CONNECTION LIMIT -1".encode())
+            [job] = await place.ended(id)
+        assert (job["status"], job["attempt"], job["lost"]) == ("completed", 1, 0)
+        assert await place.value("SELECT count(*) FROM pgqueue.attempts") == 0
+        await place.conn.execute(f"DROP OWNED BY {role}; DROP ROLE {role}".encode())
 
 
 @pytest.mark.parametrize("isolation", ["repeatable read", "serializable"])
