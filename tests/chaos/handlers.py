@@ -1,11 +1,15 @@
 """Handlers whose effects can be counted: in the database as rows without a unique constraint, outside in the sink."""
 
 import asyncio
+import ctypes
 import os
+import random
+import resource
 import time
+from pathlib import Path
 
 from pgqueue import Context, PgQueue
-from pgqueue.outcome import Retry
+from pgqueue.outcome import Retry, Snooze
 from tests.chaos import sink
 
 EFFECTS = """
@@ -13,6 +17,7 @@ CREATE TABLE public.effects (
     key text NOT NULL, job bigint NOT NULL, token text, at timestamptz NOT NULL DEFAULT clock_timestamp()
 )
 """
+ROW = b"INSERT INTO public.effects VALUES (%s, %s, %s)"
 # Failures that the faults cause (a cut connection inside a handler) are charged: there must be enough attempts.
 RETRY = Retry(max_attempts=20, base=0.05, cap=1, jitter=0.1)
 
@@ -27,7 +32,7 @@ async def effect(ctx: Context, key: str, seconds: float = 0.0, fail: int = 0) ->
     if ctx.attempt <= fail:
         raise ValueError("as ordered")
     async with ctx.transaction() as tx:
-        await tx.execute(b"INSERT INTO public.effects VALUES (%s, %s, %s)", [key, ctx.id, ctx.lease_token])
+        await tx.execute(ROW, [key, ctx.id, ctx.lease_token])
 
 
 @app.job(retry=RETRY)
@@ -36,7 +41,7 @@ def threaded(ctx: Context, key: str, seconds: float = 0.0) -> None:
     if seconds:
         time.sleep(seconds)
     with ctx.transaction_sync() as tx:
-        tx.execute(b"INSERT INTO public.effects VALUES (%s, %s, %s)", [key, ctx.id, ctx.lease_token])
+        tx.execute(ROW, [key, ctx.id, ctx.lease_token])
 
 
 @app.job(retry=RETRY)
@@ -53,3 +58,91 @@ async def mail(ctx: Context, key: str, seconds: float = 0.0) -> None:
     if seconds:
         await asyncio.sleep(seconds)
     await sink.call(os.environ["CHAOS_SINK"], key=key, attempt=ctx.attempt)
+
+
+@app.job(retry=RETRY)
+async def zombie(ctx: Context, key: str, does: str, seconds: float = 0.5) -> Snooze | None:
+    """An attempt that was frozen past its lease tries everything that only an owner may do."""
+    began = time.monotonic()
+    await asyncio.sleep(seconds)
+    if time.monotonic() - began > 2 * seconds + 1:
+        if does == "fail":
+            raise ValueError("a zombie's failure")
+        if does == "snooze":
+            return Snooze(3600)
+        if does == "enqueue":
+            await ctx.enqueue(effect.bind(key=f"child of {key}"))
+        if does == "step":
+            await ctx.step("a zombie's", lambda: 1)
+        ctx.progress(1, 1, "a zombie's")
+    async with ctx.transaction() as tx:
+        await tx.execute(ROW, [key, ctx.id, ctx.lease_token])
+    return None
+
+
+def is_first(marker: str) -> bool:
+    try:
+        Path(marker).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+@app.job(retry=RETRY)
+async def blocks(ctx: Context, key: str, holds: str, seconds: float, marker: str) -> None:
+    """The first run keeps everybody else from the event loop, or from the interpreter."""
+    if is_first(marker):
+        if holds == "gil":
+            ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+        else:
+            time.sleep(seconds)  # noqa: ASYNC251 - that is the fault
+    async with ctx.transaction() as tx:
+        await tx.execute(ROW, [key, ctx.id, ctx.lease_token])
+
+
+@app.job(retry=RETRY)
+async def poison(ctx: Context, key: str) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.abort()
+
+
+@app.job(executor="process", retry=RETRY)
+def in_process(ctx: Context, key: str, seconds: float = 0.0) -> None:
+    """A call to the outside from a child process."""
+    time.sleep(seconds)
+    sink.call_sync(os.environ["CHAOS_SINK"], key=key, provider_key=ctx.idempotency_key, attempt=ctx.attempt)
+
+
+@app.job(retry=RETRY)
+async def fickle(ctx: Context, key: str, seconds: float = 0.0) -> Snooze | None:
+    """Fails once, then may put itself off, then does it."""
+    if ctx.attempt == 1:
+        raise ValueError("as ordered")
+    if ctx.attempt == 2 and random.random() < 0.5:
+        return Snooze(0.05)
+    async with ctx.transaction() as tx:
+        await tx.execute(ROW, [key, ctx.id, ctx.lease_token])
+    return None
+
+
+@app.job(retry=RETRY)
+async def holds(ctx: Context, key: str, seconds: float) -> None:
+    """Keeps its connection."""
+    async with ctx.transaction() as tx:
+        await tx.execute(ROW, [key, ctx.id, ctx.lease_token])
+        await asyncio.sleep(seconds)
+
+
+@app.job(retry=RETRY)
+async def isolated(ctx: Context, key: str, level: str, seconds: float = 0.0, raises: str | None = None) -> None:
+    """PostgreSQL refuses the first attempt, if told; the second passes."""
+    async with ctx.transaction(isolation=level) as tx:
+        await tx.execute(ROW, [key, ctx.id, ctx.lease_token])
+        if raises is not None and key not in refused:
+            refused.add(key)
+            await tx.execute(f"DO $$ BEGIN RAISE EXCEPTION 'as ordered' USING ERRCODE = '{raises}'; END $$".encode())
+        ctx.progress(1, 2)
+        await asyncio.sleep(seconds)
+
+
+refused: set[str] = set()

@@ -208,7 +208,7 @@ class Lab:
     ) -> Process:
         """A real process, forked from one that has everything imported."""
         if self._sink is not None:
-            env = {"CHAOS_SINK": str(self._sink.socket)} | env
+            env = {"CHAOS_SINK": str(self._sink.address)} | env
         process = self.suite.nursery.worker(
             dsn or ground.dsn, app, threads=threads, queues=queues, level=level, **SETTINGS | env
         )

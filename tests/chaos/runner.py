@@ -56,7 +56,7 @@ async def run(suite: Suite, scenario: Scenario, scale: Scale, seed: int) -> dict
     except Exception as error:
         traceback.print_exception(error)
         verdict.problems.append(f"{type(error).__name__}: {error}"[:2000])
-    suite.failed = suite.failed or not verdict.ok
+    suite.failed = suite.failed or verdict.ok is False
     line = {"test": scenario.name, "scale": scale, "seed": seed, "ok": verdict.ok}
     when = {"seconds": round(seconds, 1), "at": datetime.now(UTC).isoformat(timespec="seconds")}
     return line | verdict.line() | when

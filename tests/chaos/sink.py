@@ -5,6 +5,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -18,9 +19,9 @@ class Sink:
     """Seen from the test: starts it, reads its file."""
 
     def __init__(self, folder: Path) -> None:
-        self.socket = folder / "sink.socket"
+        self.address = folder / "sink.socket"
         self._file = folder / "sink.jsonl"
-        command = [sys.executable, "-m", "tests.chaos.sink", str(self.socket), str(self._file)]
+        command = [sys.executable, "-m", "tests.chaos.sink", str(self.address), str(self._file)]
         self._process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         self._process.stdout.readline()
@@ -36,9 +37,9 @@ class Sink:
         self._process.stdout.close()
 
 
-async def call(socket: str, **what: Any) -> None:
+async def call(address: str, **what: Any) -> None:
     """Seen from a handler."""
-    reader, writer = await asyncio.open_unix_connection(socket)
+    reader, writer = await asyncio.open_unix_connection(address)
     try:
         writer.write(json.dumps(what).encode() + b"\n")
         if await reader.readline() != b"ok\n":
@@ -49,10 +50,19 @@ async def call(socket: str, **what: Any) -> None:
             await writer.wait_closed()
 
 
+def call_sync(address: str, **what: Any) -> None:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(10)
+        connection.connect(address)
+        connection.sendall(json.dumps(what).encode() + b"\n")
+        if connection.recv(3) != b"ok\n":
+            raise ConnectionError("the sink did not answer")
+
+
 # The process
 
 
-async def serve(socket: str, file: str) -> None:
+async def serve(address: str, file: str) -> None:
     taken: set[str] = set()
     output = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -68,7 +78,7 @@ async def serve(socket: str, file: str) -> None:
                 await writer.drain()
         writer.close()
 
-    server = await asyncio.start_unix_server(answer, socket, backlog=512)
+    server = await asyncio.start_unix_server(answer, address, backlog=512)
     done = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, done.set)
     print("ready", flush=True)

@@ -19,6 +19,7 @@ class Rule:
     statement: bytes
     chance: float
     """Of being cut."""
+    name: str
 
 
 class Wire:
@@ -39,9 +40,9 @@ class Wire:
         address = f"{self.target.username}:{self.target.password}@127.0.0.1:{self.port}"
         return self.target._replace(netloc=address).geturl()
 
-    def cut(self, statement: bytes, chance: float) -> None:
+    def cut(self, statement: bytes, chance: float, name: str = "COMMIT") -> None:
         """From now on, half of the cuts before it reaches the server and half after its answer."""
-        self.rules.append(Rule(statement, chance))
+        self.rules.append(Rule(statement, chance, name))
 
     def cut_all(self) -> None:
         for link in list(self.links):
@@ -51,7 +52,7 @@ class Wire:
         for rule in self.rules:
             if rule.statement in data and self.random.random() < rule.chance:
                 when: When = "before" if self.random.random() < 0.5 else "after"
-                self.cuts[f"{rule.statement.decode().strip(chr(0))} {when}"] += 1
+                self.cuts[f"{rule.name} {when}"] += 1
                 return when
         return None
 

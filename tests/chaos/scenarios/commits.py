@@ -1,0 +1,276 @@
+"""Connections that break, at every statement and at COMMIT, and servers that restart."""
+
+import asyncio
+import os
+import signal
+import time
+from collections import Counter
+from typing import Any
+from urllib.parse import urlsplit
+
+import psycopg
+
+from pgqueue import PgQueue
+from pgqueue.errors import DatabaseUnavailable
+from pgqueue.sql import SQL
+from tests.chaos.lab import POLL, Ground, Lab, observed, until
+from tests.chaos.registry import scenario
+from tests.chaos.verdict import Verdict, judge
+
+WRITES = ("claim", "complete", "fail", "snooze", "release", "promote", "rescue", "heartbeat", "start", "tick")
+"""What a worker writes or asks for; COMMIT is the handlers'."""
+
+
+@scenario(
+    "C11",
+    "connections are cut at every write, before the server has it or after its answer: enqueue with and without a key,"
+    " claim, complete, fail, snooze, release, promote, rescue, heartbeat, COMMIT",
+    invariant="with a key one job, without one none or one and an error; nothing lost, nothing twice",
+    minute=True,
+    budget=200,
+)
+async def c11(lab: Lab) -> Verdict:
+    ground = await lab.ground()
+    wire = await lab.wire(ground)
+    for name in WRITES:
+        wire.cut(head(name), 0.04, name)
+    wire.cut(b"COMMIT\0", 0.04)
+    lab.sink()
+    for _ in range(2):
+        lab.worker(ground, dsn=wire.dsn, threads=8)
+    jobs = []
+    for key in lab.keys(lab.size(400, 3_000, 40_000)):
+        payload: dict[str, Any] = {"key": key, "seconds": lab.random.choice([0, 0, 0.02])}
+        type = lab.random.choice(["effect", "effect", "keyed", "fickle"])
+        jobs.append((type, payload))
+    producing = asyncio.create_task(enqueue_through(lab, ground, lab.size(60, 400, 2_000)))
+    await lab.produce(ground, jobs)
+    outcomes = await producing
+    await ground.settled(within=lab.size(60.0, 120.0, 900.0))
+    verdict = await judge(lab, ground)
+    verdict.faults = dict(wire.cuts)
+    verdict.figures |= {"enqueue": dict(outcomes), "reconciled": lab.said("jobs.reconciled")}
+    return verdict
+
+
+def head(name: str) -> bytes:
+    """What a statement begins with; the comment in its first line tells it from the others."""
+    return str(getattr(SQL, name)).encode()[:70]
+
+
+async def enqueue_through(lab: Lab, ground: Ground, number: int) -> Counter[str]:
+    """Producers with the Python API behind a proxy that cuts every tenth connection."""
+    wire = await lab.wire(ground)
+    for name in ("add_job", "add_jobs"):
+        wire.cut(head(name), 0.1, name)
+    app, outcomes = PgQueue(wire.dsn), Counter[str]()
+    try:
+        for key in lab.keys(number):
+            keyed = lab.random.random() < 0.5
+            lab.ledger.attempt([key])
+            for _ in range(20 if keyed else 1):
+                try:
+                    await app.enqueue("effect", {"key": key}, idempotency_key=key if keyed else None)
+                except DatabaseUnavailable:
+                    outcomes["keyed: unknown, tried again" if keyed else "unknown"] += 1
+                    continue
+                lab.ledger.acknowledge([key])
+                outcomes["keyed: acknowledged" if keyed else "acknowledged"] += 1
+                break
+    finally:
+        await app.pools.close()
+    return outcomes
+
+
+@scenario(
+    "C13",
+    "PostgreSQL restarts under load: immediate, fast, and kill -9 of a backend",
+    invariant="everybody comes back by itself; nothing acknowledged is lost",
+    budget=300,
+)
+async def c13(lab: Lab) -> Verdict:
+    ground = await lab.ground(own=True)
+    monitor = await lab.monitor(ground)
+    lab.sink()
+    for _ in range(2):
+        lab.worker(ground)
+    stop = asyncio.Event()
+    producing = asyncio.create_task(steadily(lab, ground, 300, stop))
+    back = []
+    faults = {"immediate": lab.size(1, 4, 10), "fast": lab.size(1, 2, 5), "kill -9 of a backend": lab.size(1, 2, 5)}
+    for fault, times in faults.items():
+        for _ in range(times):
+            await asyncio.sleep(lab.random.uniform(1, 2))
+            await restart(ground, fault)
+            back.append(await first_claim(ground))
+    stop.set()
+    await producing
+    await ground.settled(within=lab.size(30.0, 60.0, 300.0))
+    verdict = await judge(lab, ground)
+    observed(verdict, monitor)
+    verdict.faults = faults
+    verdict.recovery = back
+    verdict.expect(len(lab.alive) == 2, "a worker has ended")
+    verdict.expect(max(back) < 15, f"the first claim came {max(back):.1f} s after PostgreSQL was back")
+    return verdict
+
+
+async def restart(ground: Ground, how: str) -> None:
+    if how == "kill -9 of a backend":
+        pid = await ground.value(
+            "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'pgqueue-%%' ORDER BY random() LIMIT 1"
+        )
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(0.2)
+    else:
+        await asyncio.to_thread(ground.server.stop, how)
+        await asyncio.to_thread(ground.server.restart)
+
+
+async def first_claim(ground: Ground) -> float:
+    """Seconds from now, when PostgreSQL answers, until a job is claimed."""
+    since = await ground.value("SELECT clock_timestamp()")
+    began = time.monotonic()
+    query = "SELECT EXISTS (SELECT FROM pgqueue.jobs WHERE started_at > %s)"
+    await until(lambda: ground.value(query, since), "something is claimed", 60)
+    return time.monotonic() - began
+
+
+async def steadily(lab: Lab, ground: Ground, per_second: int, stop: asyncio.Event) -> None:
+    types = ["effect"] * 5 + ["threaded", "keyed", "mail"]
+    while not stop.is_set():
+        began = time.monotonic()
+        jobs = [(lab.random.choice(types), {"key": key}) for key in lab.keys(per_second // 10)]
+        await lab.produce(ground, jobs)
+        await asyncio.sleep(max(0.0, 0.1 - (time.monotonic() - began)))
+
+
+@scenario(
+    "C16",
+    "pg_terminate_backend on connections of workers at random, whatever they are for",
+    invariant="nothing lost, nothing twice; afterwards as many connections as before, no lock left",
+    minute=True,
+    budget=200,
+)
+async def c16(lab: Lab) -> Verdict:
+    ground = await lab.ground()
+    monitor = await lab.monitor(ground)
+    lab.sink()
+    for _ in range(2):
+        await ground.worker_of(lab.worker(ground))
+    stop = asyncio.Event()
+    producing = asyncio.create_task(steadily(lab, ground, 200, stop))
+    await asyncio.sleep(1)
+    before = await kinds(ground)
+    cuts: Counter[str] = Counter()
+    wanted = lab.size(30, 200, 1000)
+    while sum(cuts.values()) < wanted:
+        rows = await ground.rows(TERMINATE)
+        cuts.update(kind_of(row["application_name"]) for row in rows)
+        await asyncio.sleep(0.03)
+    stop.set()
+    await producing
+    await ground.settled()
+    verdict = await judge(lab, ground)
+    observed(verdict, monitor)
+    verdict.faults = dict(cuts)
+    await asyncio.sleep(2 * POLL)
+    after = await kinds(ground)
+    verdict.figures |= {"connections_before": sum(before.values()), "connections_after": sum(after.values())}
+    grown = {kind: count for kind, count in after.items() if kind != "handlers" and count > before[kind]}
+    verdict.expect(not grown, f"more connections than before: {grown}")
+    locks = await ground.value("SELECT count(*)::int FROM pg_locks WHERE locktype = 'advisory'")
+    verdict.expect(locks == 0, f"{locks} advisory locks are left")
+    return verdict
+
+
+TERMINATE = """
+SELECT application_name, pg_terminate_backend(pid) FROM pg_stat_activity
+WHERE datname = current_database() AND application_name LIKE 'pgqueue%' ORDER BY random() LIMIT 1
+"""
+
+
+def kind_of(application_name: str) -> str:
+    return application_name.removeprefix("pgqueue-").split()[0]
+
+
+async def kinds(ground: Ground) -> Counter[str]:
+    query = "SELECT application_name FROM pg_stat_activity WHERE datname = current_database()"
+    query += " AND application_name LIKE 'pgqueue%'"
+    return Counter(kind_of(row["application_name"]) for row in await ground.rows(query))
+
+
+@scenario(
+    "C17",
+    "32 handlers hold transactions while the server has no connection left for anybody else",
+    invariant="heartbeats keep every lease, nobody waits for ever, nothing lost, nothing twice",
+    budget=200,
+)
+async def c17(lab: Lab) -> Verdict:
+    ground = await lab.ground({"max_connections": "40", "superuser_reserved_connections": "3"})
+    await ground.rows("CREATE ROLE plain LOGIN PASSWORD 'plain' IN ROLE pgqueue_worker, pgqueue_producer")
+    await ground.rows("GRANT ALL ON public.effects, public.moves TO plain")
+    plain = plain_dsn(ground)
+    workers = [lab.worker(ground, dsn=plain, threads=16) for _ in range(2)]
+    for worker in workers:
+        await ground.worker_of(worker)
+    number = lab.size(100, 400, 2_000)
+    jobs = [("holds", {"key": key, "seconds": 0.2}) for key in lab.keys(number)]
+    await lab.produce(ground, jobs)
+    hogs = []
+    try:
+        while True:  # until there is none left
+            hogs.append(await psycopg.AsyncConnection.connect(plain))
+    except psycopg.OperationalError:
+        pass
+    await asyncio.sleep(lab.size(3.0, 6.0, 20.0))
+    for hog in hogs:
+        await hog.close()
+    await ground.settled(within=lab.size(60.0, 120.0, 600.0))
+    verdict = await judge(lab, ground)
+    lost = await ground.value("SELECT sum(lost)::int FROM pgqueue.jobs")
+    verdict.faults = {"connections taken": len(hogs)}
+    verdict.figures |= {"rescued": lost}
+    verdict.expect(lost == 0, f"{lost} leases were lost")
+    return verdict
+
+
+def plain_dsn(ground: Ground) -> str:
+    parts = urlsplit(ground.dsn)
+    return parts._replace(netloc=f"plain:plain@{parts.hostname}:{parts.port}").geturl()
+
+
+@scenario(
+    "C20",
+    "transactions of 3 leases in each isolation level; serialization failures, deadlocks, lock and statement timeouts",
+    invariant="each level completes; what can be tried again is tried again without a charge; no 40001 of our making",
+    budget=200,
+)
+async def c20(lab: Lab) -> Verdict:
+    ground = await lab.ground()
+    lab.worker(ground, threads=24)
+    levels = ("read committed", "repeatable read", "serializable")
+    calm = [("isolated", {"key": key, "level": level, "seconds": 6.0}) for level in levels for key in lab.keys(2)]
+    states = ("40001", "40P01", "55P03", "57014")
+    per_state = lab.size(2, 10, 50)
+    raised = [
+        ("isolated", {"key": key, "level": lab.random.choice(levels), "raises": state})
+        for state in states
+        for key in lab.keys(per_state)
+    ]
+    await lab.produce(ground, calm + raised)
+    await ground.settled()
+    verdict = await judge(lab, ground)
+    verdict.faults = dict.fromkeys(states, per_state)
+    charged = {
+        row["state"]: row["charged"]
+        for row in await ground.rows(
+            "SELECT coalesce(payload->>'raises', 'none') AS state, sum(attempt - 1)::int AS charged"
+            " FROM pgqueue.jobs GROUP BY 1"
+        )
+    }
+    verdict.figures["charged_attempts"] = charged
+    verdict.expect(charged["none"] == 0, "a long transaction was disturbed by the worker itself")
+    verdict.expect(charged["40001"] == charged["40P01"] == 0, "a passing failure was charged")
+    verdict.expect(charged["55P03"] == charged["57014"] == per_state, "a timeout was not charged once")
+    return verdict
