@@ -13,9 +13,8 @@ from pgqueue import accounts
 from pgqueue.api.auth import create_token
 from pgqueue.api.calls import Call, answer, dumps
 from pgqueue.api.problems import Problem
-from pgqueue.api.schemas import Credentials, LoginBody, RefreshBody
+from pgqueue.api.schemas import Credentials, LoginBody, PasswordBody, RefreshBody
 
-ACCESS_TTL = 900.0
 NEW_USER = ("jobs:read", "jobs:write")
 
 
@@ -46,6 +45,7 @@ class Passwords:
 
 async def signup(call: Call) -> Response:
     given: Credentials = call.body
+    signing(call)
     if not call.state.settings.signup:
         raise Problem(403, "forbidden", "sign-up is switched off here; an operator adds users: pgqueue users add")
     _limit(call, given.username)
@@ -60,6 +60,7 @@ async def signup(call: Call) -> Response:
 
 async def login(call: Call) -> Response:
     given: LoginBody = call.body
+    signing(call)
     _limit(call, given.username)
     name = given.username.replace("\0", "")
     async with call.connection() as conn:
@@ -76,6 +77,7 @@ async def login(call: Call) -> Response:
 
 async def refresh(call: Call) -> Response:
     given: RefreshBody = call.body
+    signing(call)
     _limit(call, None)
     async with call.connection() as conn:
         session = await accounts.go_on(conn, given.refresh_token)
@@ -84,11 +86,35 @@ async def refresh(call: Call) -> Response:
     return _tokens(call, 200, session.name, session.scopes, session.queues, session.refresh_token)
 
 
+async def change_password(call: Call) -> Response:
+    given: PasswordBody = call.body
+    kind, _, name = call.principal.subject.partition(":")
+    _limit(call, name)
+    async with call.connection() as conn:
+        user = await accounts.get_user(conn, name) if kind == "user" else None
+    if not await call.state.passwords.verify(user.password_hash if user else None, given.password) or user is None:
+        raise Problem(403, "forbidden", "password: is wrong, or this token is not of a user")
+    password_hash = await call.state.passwords.hash(given.new_password)
+    async with call.connection() as conn:
+        await accounts.set_password(conn, user.name, password_hash, actor=call.actor)
+    call.state.look_for_revoked()
+    return Response(status_code=204)
+
+
+def signing(call: Call) -> None:
+    """Before anything is done that would end in a token."""
+    if call.state.settings.jwt_secret is None:
+        problem = (
+            "this server only checks tokens that others sign (PGQUEUE_JWKS_FILE); to make tokens here, set JWT_SECRET"
+        )
+        raise Problem(403, "forbidden", problem)
+
+
 def _tokens(
     call: Call, status: int, name: str, scopes: list[str], queues: list[str] | None, refresh_token: str
 ) -> Response:
-    ttl = min(ACCESS_TTL, call.state.settings.jwt_max_ttl)
-    token, _ = create_token(call.state.settings, f"user:{name}", scopes, ttl, queues=queues)
+    ttl = min(accounts.ACCESS_TTL, call.state.settings.jwt_max_ttl)
+    token, _ = create_token(call.state.settings, accounts.subject(name), scopes, ttl, queues=queues)
     return answer(status, dumps({"access_token": token, "refresh_token": refresh_token}))
 
 

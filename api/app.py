@@ -55,6 +55,10 @@ class State:
         self.metrics = Metrics(Cluster(self.pool.connection), installed_version())
         self._looked = -REVOKED_EVERY
 
+    def look_for_revoked(self) -> None:
+        """At the next request."""
+        self._looked = -REVOKED_EVERY
+
     async def is_revoked(self, principal: Principal) -> bool:
         now = time.monotonic()
         if now - self._looked >= REVOKED_EVERY:
@@ -66,7 +70,7 @@ class State:
             except BaseException:
                 self._looked = before
                 raise
-        return principal.jti in self.verifier.revoked
+        return self.verifier.is_revoked(principal)
 
 
 def create_app(settings: Settings, dsn: str | None = None) -> Starlette:

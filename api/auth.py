@@ -46,6 +46,7 @@ class Principal:
     """Patterns; None is all queues."""
     jti: str | None = None
     expires_at: float | None = None
+    issued_at: float = 0.0
 
     def may(self, scope: str) -> bool:
         return scope in self.scopes or "admin" in self.scopes
@@ -149,7 +150,8 @@ class Verifier:
         self._keys = keys
         self._now = now
         self._known: dict[str, Principal] = {}
-        self.revoked: set[str] = set()
+        self.revoked: Mapping[str, float] = {}
+        """Ids of tokens, or sub: and a subject, and since when."""
 
     def verify(self, token: str) -> Principal:
         principal = self._known.get(token)
@@ -161,9 +163,12 @@ class Verifier:
         if principal.expires_at is not None and principal.expires_at + LEEWAY < self._now():
             self._known.pop(token, None)
             raise Unauthorized("the token has expired")
-        if principal.jti in self.revoked:
+        if self.is_revoked(principal):
             raise Unauthorized("the token was revoked")
         return principal
+
+    def is_revoked(self, principal: Principal) -> bool:
+        return principal.jti in self.revoked or self.revoked.get(f"sub:{principal.subject}", 0.0) > principal.issued_at
 
     def forget(self) -> None:
         """After keys have changed."""
@@ -219,7 +224,7 @@ class Verifier:
             raise Unauthorized("the token's subject is not valid")
         if jti is not None and (not isinstance(jti, str) or not 1 <= len(jti) <= 255):
             raise Unauthorized("the token's id is not valid")
-        return Principal(subject, self._scopes(claims, key), _queues(claims), jti, float(exp))
+        return Principal(subject, self._scopes(claims, key), _queues(claims), jti, float(exp), float(iat))
 
     def _scopes(self, claims: Mapping[str, Any], key: Key) -> frozenset[str]:
         if "scope" not in claims:
@@ -273,15 +278,19 @@ def create_token(
     """The token and its claims."""
     key = Keys(settings).signing
     if key is None:
-        raise InvalidSettings(["JWT_SECRET: must be set to make tokens; make one with: openssl rand -hex 32"])
+        others = (
+            " (tokens for PGQUEUE_JWKS_FILE are made by whoever has its private keys)" if settings.jwks_file else ""
+        )
+        raise InvalidSettings([f"JWT_SECRET: must be set to make tokens{others}; make one with: openssl rand -hex 32"])
     if ttl > settings.jwt_max_ttl:
         raise InvalidSettings([f"a token may live at most {settings.jwt_max_ttl:g} s (PGQUEUE_JWT_MAX_TTL)"])
-    now = int(time.time())
+    # With its fraction: what was issued in the second of a revocation came before it or after.
+    now = round(time.time(), 3)
     claims: dict[str, Any] = {
         "sub": subject,
         "scope": " ".join(scopes),
         "iat": now,
-        "exp": now + max(1, int(ttl)),
+        "exp": int(now) + max(1, int(ttl)),
         "jti": str(uuid4()),
     }
     if queues is not None:

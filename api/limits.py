@@ -1,4 +1,8 @@
-"""How often one token may ask, in windows of a minute, per API process."""
+"""How often one token may ask, in windows of a minute.
+
+Each process counts for itself: to share the counts would cost a write for every request, and a limit that keeps one
+client from taking all there is need not be exact. Behind a balancer, n processes let n times as much through.
+"""
 
 from __future__ import annotations
 

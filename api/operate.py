@@ -11,6 +11,7 @@ from uuid import UUID
 from starlette.responses import Response
 
 from pgqueue import accounts, control, pages, read, tally
+from pgqueue.api.accounts import signing
 from pgqueue.api.auth import create_token
 from pgqueue.api.calls import Call, answer, dumps
 from pgqueue.api.problems import Problem
@@ -201,6 +202,7 @@ async def me(call: Call) -> Response:
 
 async def add_token(call: Call) -> Response:
     given: TokenBody = call.body
+    signing(call)
     token, claims = create_token(call.state.settings, given.subject, given.scopes, given.ttl, queues=given.queues)
     detail = {name: value for name, value in claims.items() if name in ("sub", "scope", "queues", "jti", "exp")}
     async with call.connection() as conn:
@@ -209,13 +211,20 @@ async def add_token(call: Call) -> Response:
     return answer(201, dumps({"token": token, "jti": claims["jti"], "expires_at": expires_at}))
 
 
+async def list_tokens(call: Call) -> Response:
+    query: LimitQuery = call.query
+    async with call.connection() as conn:
+        found = await accounts.list_tokens(conn, query.limit)
+    return answer(200, dumps({"data": [_shown(one) for one in found]}))
+
+
 async def revoke_token(call: Call) -> Response:
     given: RevokeBody = call.body
     # The token itself is not here: no token lives longer than this.
     expires_at = datetime.now(UTC) + timedelta(seconds=call.state.settings.jwt_max_ttl + 60)
     async with call.connection() as conn:
         await accounts.revoke_token(conn, given.jti, expires_at, actor=call.actor, reason=given.reason)
-    call.state.verifier.revoked.add(given.jti)
+    call.state.look_for_revoked()
     return Response(status_code=204)
 
 

@@ -97,6 +97,11 @@ class RefreshBody(Strict):
     refresh_token: Annotated[StrictStr, Field(max_length=200)]
 
 
+class PasswordBody(Strict):
+    password: Annotated[StrictStr, Field(max_length=1024, description="The present one.")]
+    new_password: Annotated[StrictStr, Field(min_length=8, max_length=1024)]
+
+
 class NewJobBody(Strict):
     type: Name
     payload: Any = Field(default_factory=dict)
@@ -534,6 +539,20 @@ class TokenAnswer(BaseModel):
     token: str
     jti: str
     expires_at: datetime
+
+
+class TokenRow(BaseModel):
+    jti: str
+    subject: str
+    scope: str
+    actor: str
+    created_at: datetime
+    expires_at: datetime
+    revoked: bool
+
+
+class TokenList(BaseModel):
+    data: list[TokenRow]
 
 
 class Empty(BaseModel):

@@ -6,7 +6,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -17,6 +17,13 @@ SESSIONS = 5
 """So many a user; a further one ends the oldest."""
 REFRESH_TTL = 7 * 86400.0
 """Seconds for which a refresh token can be used."""
+ACCESS_TTL = 900.0
+"""The same for an access token of a session."""
+
+
+def subject(name: str) -> str:
+    """What tokens call a user."""
+    return f"user:{name}"
 
 
 class User(NamedTuple):
@@ -25,6 +32,24 @@ class User(NamedTuple):
     password_hash: str
     scopes: list[str]
     queues: list[str] | None
+
+
+class UserRow(NamedTuple):
+    name: str
+    scopes: list[str]
+    queues: list[str] | None
+    created_at: datetime
+    sessions: int
+
+
+class TokenRow(NamedTuple):
+    jti: str
+    subject: str
+    scope: str
+    actor: str
+    created_at: datetime
+    expires_at: datetime
+    revoked: bool
 
 
 class Session(NamedTuple):
@@ -72,6 +97,45 @@ async def rehash(conn: Connection, user: User, password_hash: str) -> None:
         await conn.execute(SQL.rehash_user, {"id": user.id, "password_hash": password_hash}, prepare=False)
 
 
+async def list_users(conn: Connection) -> list[UserRow]:
+    with translated():
+        rows = await (await conn.execute(SQL.list_users, prepare=False, binary=True)).fetchall()
+    return [UserRow(*row) for row in rows]
+
+
+async def set_password(conn: Connection, name: str, password_hash: str, *, actor: str | None = None) -> bool:
+    """Ends all sessions of the user, and their access tokens. False: there is no such user."""
+    with translated():
+        async with acting_as(conn, actor or name):
+            parameters = {"name": name, "password_hash": password_hash}
+            row = await (await conn.execute(SQL.set_password, parameters, prepare=False)).fetchone()
+            if row is None:
+                return False
+            user_id, found = row
+            await conn.execute(SQL.end_sessions, {"user_id": user_id}, prepare=False)
+            await _revoke_subject(conn, found, "the password was changed")
+            await _audit(conn, "set_password", {"user": found})
+    return True
+
+
+async def remove_user(conn: Connection, name: str, *, actor: str | None = None) -> bool:
+    """With all sessions, and their access tokens. False: there is no such user."""
+    with translated():
+        async with acting_as(conn, actor):
+            row = await (await conn.execute(SQL.remove_user, {"name": name}, prepare=False)).fetchone()
+            if row is None:
+                return False
+            await _revoke_subject(conn, row[0], "the user was removed")
+            await _audit(conn, "remove_user", {"user": row[0]})
+    return True
+
+
+async def _revoke_subject(conn: Connection, name: str, reason: str) -> None:
+    expires_at = datetime.now(UTC) + timedelta(seconds=2 * ACCESS_TTL)
+    parameters = {"jti": f"sub:{subject(name)}", "expires_at": expires_at, "reason": reason}
+    await conn.execute(SQL.revoke_token, parameters, prepare=False)
+
+
 async def begin_session(conn: Connection, user_id: int) -> str:
     """A refresh token. Only its hash is stored."""
     with translated():
@@ -107,9 +171,17 @@ async def revoke_token(
             await conn.execute(SQL.revoke_token, parameters, prepare=False)
 
 
-async def revoked_tokens(conn: Connection) -> set[str]:
+async def revoked_tokens(conn: Connection) -> dict[str, float]:
+    """The ids of tokens that are no longer good, and since when."""
     with translated():
-        return {jti for (jti,) in await (await conn.execute(SQL.revoked_tokens, prepare=False)).fetchall()}
+        return dict(await (await conn.execute(SQL.revoked_tokens, prepare=False)).fetchall())
+
+
+async def list_tokens(conn: Connection, limit: int) -> list[TokenRow]:
+    """Those that the API made and that have not expired, newest first."""
+    with translated():
+        rows = await (await conn.execute(SQL.list_tokens, {"limit": limit}, prepare=False, binary=True)).fetchall()
+    return [TokenRow(*row) for row in rows]
 
 
 async def note_token(conn: Connection, detail: dict[str, Any], *, actor: str | None = None) -> None:

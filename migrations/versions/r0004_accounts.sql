@@ -47,6 +47,8 @@ CREATE TABLE pgqueue.revoked_tokens (
     revoked_at timestamptz NOT NULL DEFAULT clock_timestamp()
 );
 
+COMMENT ON COLUMN pgqueue.revoked_tokens.jti IS 'The id of a token; or sub: and a subject, for all that it was given until then.';
+
 CREATE INDEX revoked_tokens_expiry ON pgqueue.revoked_tokens (expires_at);
 
 -- The first answer to a request with an Idempotency-Key, stored in the transaction that did what was asked.
@@ -122,15 +124,16 @@ CREATE FUNCTION pgqueue.revoke_token(jti text, expires_at timestamptz, reason te
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
     INSERT INTO pgqueue.revoked_tokens (jti, expires_at) VALUES (revoke_token.jti, revoke_token.expires_at)
-    ON CONFLICT ON CONSTRAINT revoked_tokens_pkey DO NOTHING;
+    ON CONFLICT ON CONSTRAINT revoked_tokens_pkey DO UPDATE
+        SET expires_at = greatest(revoked_tokens.expires_at, excluded.expires_at), revoked_at = excluded.revoked_at;
     PERFORM pgqueue.write_audit('revoke_token', NULL, NULL, revoke_token.reason, jsonb_build_object('jti', revoke_token.jti));
 END $$;
 
 CREATE FUNCTION pgqueue.audit_access(action text, detail jsonb, reason text DEFAULT NULL) RETURNS void
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
-    IF action NOT IN ('create_token', 'add_user') THEN
-        RAISE EXCEPTION 'pgqueue.audit_access: action must be create_token or add_user'
+    IF action NOT IN ('create_token', 'add_user', 'set_password', 'remove_user') THEN
+        RAISE EXCEPTION 'pgqueue.audit_access: action must be create_token, add_user, set_password or remove_user'
             USING ERRCODE = 'check_violation', COLUMN = 'action';
     END IF;
     PERFORM pgqueue.write_audit(action, NULL, NULL, audit_access.reason, audit_access.detail);

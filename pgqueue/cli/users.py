@@ -1,6 +1,7 @@
 """`pgqueue users`: accounts of the HTTP API."""
 
 import asyncio
+import json
 import re
 import sys
 from pathlib import Path
@@ -35,12 +36,7 @@ def add(name: str, scope: str, queues: str | None, directory: Path | None) -> No
     names = [each.strip() for each in queues.split(",") if each.strip()] if queues is not None else None
     if names is not None and not (names and valid_queues(names)):
         raise click.BadParameter("must be names of queues, such as mail,report*", param_hint="--queues")
-    if sys.stdin.isatty():
-        password = click.prompt("Password", hide_input=True, confirmation_prompt=True, err=True)
-    else:
-        password = sys.stdin.readline().rstrip("\n")
-    if not 8 <= len(password) <= 1024:
-        raise click.UsageError("a password has 8 to 1024 characters")
+    password = _password()
 
     async def run(dsn: str) -> None:
         async with await db.connect(dsn) as conn:
@@ -51,3 +47,76 @@ def add(name: str, scope: str, queues: str | None, directory: Path | None) -> No
     with database(Settings.from_env(), directory) as dsn:
         asyncio.run(run(dsn))
     click.echo(f"added {name} with {' '.join(scopes)}", err=True)
+
+
+@command.command()
+@click.argument("name")
+@directory_option
+def passwd(name: str, directory: Path | None) -> None:
+    """Set a user's password, as `add` does. All sessions of the user end."""
+    from argon2 import PasswordHasher
+
+    from pgqueue import accounts, db
+
+    password = _password()
+
+    async def run(dsn: str) -> None:
+        async with await db.connect(dsn) as conn:
+            if not await accounts.set_password(conn, name, PasswordHasher().hash(password), actor="cli"):
+                raise _unknown(name)
+
+    with database(Settings.from_env(), directory) as dsn:
+        asyncio.run(run(dsn))
+    click.echo(f"changed the password of {name}; all sessions have ended", err=True)
+
+
+@command.command()
+@click.argument("name")
+@directory_option
+def rm(name: str, directory: Path | None) -> None:
+    """Remove a user. All sessions end, and access tokens within a second or two."""
+    from pgqueue import accounts, db
+
+    async def run(dsn: str) -> None:
+        async with await db.connect(dsn) as conn:
+            if not await accounts.remove_user(conn, name, actor="cli"):
+                raise _unknown(name)
+
+    with database(Settings.from_env(), directory) as dsn:
+        asyncio.run(run(dsn))
+    click.echo(f"removed {name}", err=True)
+
+
+@command.command()
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@directory_option
+def ls(as_json: bool, directory: Path | None) -> None:
+    """List the users."""
+    from pgqueue import accounts, db
+
+    async def run(dsn: str) -> list[accounts.UserRow]:
+        async with await db.connect(dsn) as conn:
+            return await accounts.list_users(conn)
+
+    with database(Settings.from_env(), directory) as dsn:
+        users = asyncio.run(run(dsn))
+    if as_json:
+        click.echo(json.dumps([user._asdict() for user in users], default=str))
+        return
+    for user in users:
+        queues = "" if user.queues is None else f"  queues {','.join(user.queues)}"
+        click.echo(f"{user.name}  {' '.join(user.scopes)}  sessions {user.sessions}{queues}")
+
+
+def _password() -> str:
+    if sys.stdin.isatty():
+        password: str = click.prompt("Password", hide_input=True, confirmation_prompt=True, err=True)
+    else:
+        password = sys.stdin.readline().rstrip("\n")
+    if not 8 <= len(password) <= 1024:
+        raise click.UsageError("a password has 8 to 1024 characters")
+    return password
+
+
+def _unknown(name: str) -> PgQueueError:
+    return PgQueueError(f"there is no user {name}: pgqueue users ls")

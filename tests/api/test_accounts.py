@@ -1,16 +1,21 @@
 """Accounts: signing up, logging in, going on."""
 
 import hashlib
+import json
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import jwt
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from jwt.algorithms import OKPAlgorithm
 
 from pgqueue.api.limits import Limiter
-from tests.api.conftest import SECRET, Api, environment
+from tests.api.conftest import SECRET, Api, environment, until
 
 ANA = {"username": "ana", "password": "correct horse"}
 
@@ -145,3 +150,85 @@ def test_token_create(api: Api) -> None:
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "openssl rand" in refused.stderr
     assert SECRET not in refused.stderr
+
+
+def test_changing_the_password_ends_all_sessions(open_api: Api) -> None:
+    first = open_api("POST", "/signup", ANA, token="").json
+    other = open_api("POST", "/login", ANA, token="").json
+    change = {"password": "correct horse", "new_password": "battery staple"}
+    path = "/api/v1/me/password"
+    assert open_api("POST", path, change | {"password": "wrong"}, token=first["access_token"]).status == 403
+    assert open_api("POST", path, change | {"new_password": "short"}, token=first["access_token"]).status == 422
+    assert open_api("POST", path, change, token=open_api.make_token("admin")).status == 403, "not of a user"
+    assert open_api("POST", path, change, token="").status == 401
+    assert open_api("GET", "/jobs", token=other["access_token"]).status == 200
+    assert open_api("POST", path, change, token=first["access_token"]).status == 204
+    for session in (first, other):
+        assert open_api("GET", "/jobs", token=session["access_token"]).status == 401
+        again = open_api("POST", "/refreshToken", {"refresh_token": session["refresh_token"]}, token="")
+        assert again.status == 401
+    assert open_api("POST", "/login", ANA, token="").status == 401
+    fresh = open_api("POST", "/login", ANA | {"password": "battery staple"}, token="").json
+    assert open_api("GET", "/jobs", token=fresh["access_token"]).status == 200
+    assert open_api("GET", "/jobs").status == 200, "nobody else is logged out"
+    assert ("set_password",) in open_api.query("SELECT action FROM pgqueue.audit")
+    assert "battery" not in str(open_api.query("SELECT * FROM pgqueue.audit"))
+
+
+def test_users_ls_passwd_rm(open_api: Api) -> None:
+    def users(*arguments: str, said: str | None = None) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "pgqueue", "users", *arguments]
+        given = {"env": environment(open_api.dsn), "capture_output": True, "text": True, "cwd": "/"}
+        return subprocess.run(command, input=said or "", **given)
+
+    session = open_api("POST", "/signup", ANA, token="").json
+    assert json.loads(users("ls", "--json").stdout)[0]["sessions"] == 1
+    assert users("ls").stdout == "ana  jobs:read jobs:write  sessions 1\n"
+    assert users("passwd", "ANA", said="battery staple\n").returncode == 0
+    assert open_api("POST", "/login", ANA | {"password": "battery staple"}, token="").status == 200
+    until(lambda: open_api("GET", "/jobs", token=session["access_token"]).status == 401)
+    for unknown in (users("passwd", "bob", said="battery staple\n"), users("rm", "bob")):
+        assert unknown.returncode == 1
+        assert "pgqueue users ls" in unknown.stderr
+    session = open_api("POST", "/login", ANA | {"password": "battery staple"}, token="").json
+    assert users("rm", "ana").returncode == 0
+    until(lambda: open_api("GET", "/jobs", token=session["access_token"]).status == 401)
+    assert open_api("POST", "/refreshToken", {"refresh_token": session["refresh_token"]}, token="").status == 401
+    assert users("ls").stdout == ""
+
+
+def test_tokens_are_listed_and_revoked(api: Api) -> None:
+    made = api("POST", "/api/v1/tokens", {"subject": "ci", "scopes": ["jobs:read"], "ttl": 600}).json
+    [listed] = api("GET", "/api/v1/tokens").json["data"]
+    assert (listed["jti"], listed["subject"], listed["scope"]) == (made["jti"], "ci", "jobs:read")
+    assert (listed["actor"], listed["revoked"]) == ("api:admin", False)
+    assert made["token"] not in str(listed)
+    assert api("GET", "/jobs", token=made["token"]).status == 200
+    assert api("POST", "/api/v1/tokens/revoke", {"jti": made["jti"]}).status == 204
+    assert api("GET", "/jobs", token=made["token"]).status == 401
+    assert api("GET", "/api/v1/tokens").json["data"][0]["revoked"] is True
+    assert api("GET", "/api/v1/tokens", token=api.make_token("jobs:manage")).status == 403
+
+
+def test_where_others_sign_nobody_logs_in(serve: Any, tmp_path: Path) -> None:
+    key = Ed25519PrivateKey.generate()
+    jwk = OKPAlgorithm.to_jwk(key.public_key(), as_dict=True) | {"kid": "a", "alg": "EdDSA", "use": "sig"}
+    file = tmp_path / "jwks.json"
+    file.write_text(json.dumps({"keys": [jwk]}))
+    now = int(time.time())
+    claims = {"sub": "boss", "iat": now, "exp": now + 60, "scope": "admin"}
+    token = jwt.encode(claims, key, "EdDSA", {"kid": "a"})
+    with serve(jwt_secret=None, jwks_file=file, signup=True) as api:
+        assert api("GET", "/jobs", token=token).status == 200
+        for path, body in (("/signup", ANA), ("/login", ANA), ("/refreshToken", {"refresh_token": "x"})):
+            answer = api("POST", path, body, token="")
+            assert (answer.status, "set JWT_SECRET" in answer.json["error"]) == (403, True), path
+        made = api("POST", "/api/v1/tokens", {"subject": "s", "scopes": ["admin"]}, token=token)
+        assert (made.status, "set JWT_SECRET" in made.json["error"]) == (403, True)
+        assert api.value("SELECT count(*) FROM pgqueue.users") == 0
+    environ = environment("", PGQUEUE_JWKS_FILE=str(file)) | {"JWT_SECRET": "", "PGQUEUE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "pgqueue", "token", "create"], env=environ, capture_output=True, text=True, cwd="/"
+    )
+    assert done.returncode == 1
+    assert "private keys" in done.stderr
