@@ -51,13 +51,13 @@ class WorkerHost:
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[Connection]:
-        """For a statement or two, from a small pool of their own: handlers never take what claims and heartbeats need."""
+        """For a statement or two, from a small pool: handlers never take what claims and heartbeats need."""
         async with (await self._pool("short", 4)).connection() as conn:
             yield conn
 
     @asynccontextmanager
     async def held_connection(self) -> AsyncIterator[Connection]:
-        """For a transaction, which a handler may hold for long: one for each slot. Not from the other pool: handlers that
+        """For a transaction, which a handler may hold for long: one for each slot. Not from the other pool: handlers who
         hold all of that would wait for themselves as soon as they want a second one."""
         pool = await self._pool("held", self.threads)
         try:
