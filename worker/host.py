@@ -57,8 +57,8 @@ class WorkerHost:
 
     @asynccontextmanager
     async def held_connection(self) -> AsyncIterator[Connection]:
-        """For a transaction, which a handler may hold for long: one for each slot. Handlers that held all of the other pool
-        would wait for themselves as soon as they want a second one."""
+        """For a transaction, which a handler may hold for long: one for each slot. If they held all of the other
+        pool, they would wait for themselves as soon as they want a second one."""
         pool = await self._pool("held", self.threads)
         try:
             conn = await pool.getconn()
