@@ -1,4 +1,4 @@
-"""python -m tests.chaos [--minute | --long] [--seed N] [NAME …]"""
+"""python -m tests.chaos [--minute | --long] [--seed N] [NAME …], python -m tests.chaos soak --minutes 30"""
 
 import argparse
 import json
@@ -20,14 +20,16 @@ def main() -> int:
     parser.add_argument("--long", dest="scale", action="store_const", const="long")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1_000_000))
     parser.add_argument("--table", action="store_true", help="only write the table of README.md from the results")
+    parser.add_argument("--minutes", type=float, default=3, help="of the soak")
     arguments = parser.parse_args()
+    arguments.names = ["C36" if name == "soak" else name for name in arguments.names]
     if arguments.table:
         table.write(scenarios)
         return 0
     if unknown := set(arguments.names) - set(scenarios):
         parser.error(f"no such scenario: {', '.join(sorted(unknown))}")
     chosen = [each for each in scenarios.values() if is_meant(each, arguments.names, arguments.scale)]
-    return uvloop.run(report(chosen, arguments.scale, arguments.seed))
+    return uvloop.run(report(chosen, arguments.scale, arguments.seed, arguments.minutes))
 
 
 def is_meant(scenario: Scenario, names: list[str], scale: str) -> bool:
@@ -36,10 +38,10 @@ def is_meant(scenario: Scenario, names: list[str], scale: str) -> bool:
     return not scenario.named_only and (scenario.minute or scale != "minute")
 
 
-async def report(scenarios: list[Scenario], scale: str, seed: int) -> int:
+async def report(scenarios: list[Scenario], scale: str, seed: int, minutes: float) -> int:
     print(f"seed {seed}", file=sys.stderr)
     failed = 0
-    async for line in run_all(scenarios, scale, seed):  # type: ignore[arg-type]
+    async for line in run_all(scenarios, scale, seed, minutes):  # type: ignore[arg-type]
         print(json.dumps(line), flush=True)
         append(line)
         failed += line["ok"] is False

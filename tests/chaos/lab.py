@@ -105,6 +105,8 @@ class Suite:
         self.folder = folder
         self.nursery = nursery
         self.arena = arena
+        self.minutes = 3.0
+        """Of a soak."""
         self.failed = False
         """Whether the logs are worth keeping."""
 

@@ -17,11 +17,14 @@ AT_A_TIME = 3
 RESULTS = Path(__file__).parent / "results.jsonl"
 
 
-async def run_all(scenarios: Iterable[Scenario], scale: Scale, seed: int) -> AsyncIterator[dict[str, Any]]:
+async def run_all(
+    scenarios: Iterable[Scenario], scale: Scale, seed: int, minutes: float = 3
+) -> AsyncIterator[dict[str, Any]]:
     """Yields the line of each as soon as it has ended."""
     scenarios = list(scenarios)
     places = asyncio.Semaphore(AT_A_TIME)
     async with Suite.started() as suite:
+        suite.minutes = minutes
 
         async def beside(scenario: Scenario) -> dict[str, Any]:
             async with places:

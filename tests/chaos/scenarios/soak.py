@@ -1,0 +1,133 @@
+"""Hours of ordinary life: nothing may grow."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Iterator
+
+from tests.chaos.lab import Ground, Lab, observed
+from tests.chaos.monitor import usage
+from tests.chaos.registry import scenario
+from tests.chaos.verdict import Verdict, judge, percentile
+from tests.once.nursery import Process
+
+PER_SECOND = 200
+FAILING = 0.05
+Samples = list[tuple[float, float]]
+
+
+@scenario(
+    "C36",
+    f"{PER_SECOND} jobs/s, {FAILING:.0%} of them failing once; a worker is stopped or killed every 20 s",
+    invariant="memory, file handles, threads and connections of the others stay flat; jobs start as soon as at first",
+    alone=True,
+    named_only=True,
+    budget=24 * 3600,
+)
+async def c36(lab: Lab) -> Verdict:
+    ground = await lab.ground(own=True, audit=False)
+    monitor = await lab.monitor(ground)
+    lab.sink()
+    lasting = [lab.worker(ground) for _ in range(2)]
+    soak = Soak(lab, ground, lasting, time.monotonic() + lab.suite.minutes * 60)
+    async with asyncio.TaskGroup() as together:
+        for part in (soak.produce(), soak.restart(), soak.measure()):
+            together.create_task(part)
+    await ground.settled(120)
+    verdict = await judge(lab, ground)
+    observed(verdict, monitor)
+    soak.tell(verdict)
+    verdict.expect(all(worker.code is None for worker in lasting), "a worker has ended")
+    return verdict
+
+
+class Soak:
+    def __init__(self, lab: Lab, ground: Ground, lasting: list[Process], until: float) -> None:
+        self.lab = lab
+        self.ground = ground
+        self.lasting = lasting
+        self.began = time.monotonic()
+        self.until = until
+        self.restarts = 0
+        self.series: dict[str, Samples] = {}
+
+    async def produce(self) -> None:
+        types = ["effect"] * 14 + ["threaded"] * 2 + ["keyed"] * 3 + ["mail"]
+        for moment in self.every(0.1):
+            await asyncio.sleep(max(0.0, moment - time.monotonic()))
+            jobs = []
+            for key in self.lab.keys(PER_SECOND // 10):
+                type = self.lab.random.choice(types)
+                fails = type == "effect" and self.lab.random.random() < FAILING * len(types) / 14
+                jobs.append((type, {"key": key} | ({"fail": 1} if fails else {})))
+            await self.lab.produce(self.ground, jobs)
+
+    async def restart(self) -> None:
+        worker = self.lab.worker(self.ground)
+        for moment in self.every(20):
+            await asyncio.sleep(max(0.0, moment + 20 - time.monotonic()))
+            worker.send(self.lab.random.choice([signal.SIGTERM, signal.SIGKILL]))
+            await worker.ended()
+            self.restarts += 1
+            worker = self.lab.worker(self.ground)
+
+    async def measure(self) -> None:
+        for moment in self.every(2):
+            await asyncio.sleep(max(0.0, moment - time.monotonic()))
+            used = usage(worker.pid for worker in self.lasting)
+            self.note("rss_mb", used["rss"] / 1024)
+            self.note("fds", used["fds"])
+            self.note("threads", sum(threads(worker.pid) for worker in self.lasting))
+            [row] = await self.ground.rows(DATABASE)
+            for name, value in row.items():
+                self.note(name, value)
+
+    def every(self, seconds: float) -> Iterator[float]:
+        moment = self.began
+        while moment < self.until:
+            yield moment
+            moment += seconds
+
+    def note(self, name: str, value: float | None) -> None:
+        if value is not None:
+            self.series.setdefault(name, []).append((time.monotonic() - self.began, value))
+
+    def tell(self, verdict: Verdict) -> None:
+        """Slopes an hour, from the second half: the first fills caches and pools."""
+        verdict.faults = {"restarts of a worker": self.restarts}
+        verdict.figures["minutes"] = round((self.until - self.began) / 60, 1)
+        for name, samples in self.series.items():
+            half = samples[len(samples) // 2 :]
+            verdict.figures[f"{name}_end"] = round(half[-1][1], 3)
+            verdict.figures[f"{name}_per_hour"] = round(slope(half) * 3600, 2)
+        for name, allowed in (("fds", 10), ("threads", 4), ("connections", 20)):
+            halves = self.series[name][: len(self.series[name]) // 2], self.series[name][len(self.series[name]) // 2 :]
+            first, second = (percentile([value for _, value in half], 90) or 0 for half in halves)
+            verdict.expect(second <= first + allowed, f"{name} grew from {first:g} to {second:g}")
+        if verdict.figures["minutes"] >= 10:
+            grown = verdict.figures["rss_mb_per_hour"]
+            verdict.expect(grown < 20, f"memory grows by {grown} MB an hour")
+
+
+DATABASE = """
+SELECT (SELECT count(*) FROM pg_stat_activity WHERE datname = current_database())::int AS connections,
+       (SELECT pg_total_relation_size('pgqueue.jobs_live') / 1048576.0)::float AS jobs_live_mb,
+       (SELECT extract(epoch FROM max(clock_timestamp() - created_at)) FROM pgqueue.jobs_live
+        WHERE status = 'pending' AND attempt = 0 AND lost = 0)::float AS oldest_wait_s
+"""
+
+
+def threads(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/status") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith("Threads:"))
+    except OSError:
+        return 0
+
+
+def slope(samples: Samples) -> float:
+    """Of the line through them, by least squares."""
+    mean_x = sum(x for x, _ in samples) / len(samples)
+    mean_y = sum(y for _, y in samples) / len(samples)
+    spread = sum((x - mean_x) ** 2 for x, _ in samples)
+    return sum((x - mean_x) * (y - mean_y) for x, y in samples) / spread if spread else 0.0
