@@ -314,8 +314,9 @@ CREATE FUNCTION pgqueue.complete_jobs(ids bigint[], tokens uuid[], results jsonb
     SET enable_mergejoin TO 'off'
     AS $$
 #variable_conflict use_column
+DECLARE
+    ended bigint[];
 BEGIN
-    RETURN QUERY
     WITH gone AS (
         DELETE FROM pgqueue.jobs_live j
         USING (
@@ -340,15 +341,21 @@ BEGIN
             FROM gone g
         ) c
         GROUP BY 2, 3, 4, 5, 7
+    ), kept AS (
+        INSERT INTO pgqueue.jobs_finished AS f (id, queue, type, name, payload, status, priority, seq, run_at,
+            thread_demand, timeout, max_attempts, attempt, lost, idempotency_key, tags, created_at, worker_id,
+            lease_token, threads_used, started_at, cancel_requested_at, progress, finished_at, result)
+        SELECT g.id, g.queue, g.type, g.name, g.payload, 'completed', g.priority, g.seq, g.run_at,
+            g.thread_demand, g.timeout, g.max_attempts, g.attempt + 1, g.lost, g.idempotency_key, g.tags, g.created_at,
+            g.worker_id, g.lease_token, g.threads_used, g.started_at, g.cancel_requested_at, g.progress, g.finished_at,
+            g.result
+        FROM gone g
+        RETURNING f.id
     )
-    INSERT INTO pgqueue.jobs_finished AS f (id, queue, type, name, payload, status, priority, seq, run_at, thread_demand,
-        timeout, max_attempts, attempt, lost, idempotency_key, tags, created_at, worker_id, lease_token, threads_used,
-        started_at, cancel_requested_at, progress, finished_at, result)
-    SELECT g.id, g.queue, g.type, g.name, g.payload, 'completed', g.priority, g.seq, g.run_at, g.thread_demand,
-        g.timeout, g.max_attempts, g.attempt + 1, g.lost, g.idempotency_key, g.tags, g.created_at, g.worker_id, g.lease_token,
-        g.threads_used, g.started_at, g.cancel_requested_at, g.progress, g.finished_at, g.result
-    FROM gone g
-    RETURNING f.id;
+    SELECT coalesce(array_agg(k.id), '{}') INTO ended FROM kept k;
+    IF cardinality(ended) < cardinality(complete_jobs.ids) THEN
+        RETURN QUERY SELECT d.id FROM unnest(complete_jobs.ids) AS d(id) WHERE d.id <> ALL (ended);
+    END IF;
 END $$;
 
 CREATE FUNCTION pgqueue.delete_job(job_id bigint, reason text DEFAULT NULL::text) RETURNS void
@@ -792,7 +799,7 @@ BEGIN
     RETURN NULL;
 END $$;
 
-CREATE FUNCTION pgqueue.wake(queues text[], types text[], demands integer[]) RETURNS void
+CREATE FUNCTION pgqueue.wake(queues text[], types text[], demands integer[]) RETURNS boolean
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     AS $$
@@ -817,6 +824,7 @@ BEGIN
     IF chosen IS NOT NULL AND pg_notification_queue_usage() < 0.5 THEN
         PERFORM pg_notify('pgqueue_' || c.id, '') FROM unnest(chosen) AS c(id);
     END IF;
+    RETURN chosen IS NOT NULL;
 END $$;
 
 CREATE FUNCTION pgqueue.why(job_id bigint) RETURNS TABLE(blocking boolean, reason text, detail text)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, LiteralString, NamedTuple
 from uuid import UUID, uuid4
 
@@ -85,10 +86,10 @@ class Lanes:
     """The lowest priority of a claim that was full: what has less must wait."""
 
     def learn(self, jobs: Sequence[Claimed], now: float) -> None:
-        for job in jobs:
-            lane = (job.queue, job.priority)
-            if job.seq > self.floors.get(lane, -1):
-                self.floors[lane] = job.seq
+        """From jobs in the order in which they should run: the last of a lane has its highest `seq`."""
+        for lane, seq in {(job.queue, job.priority): job.seq for job in jobs}.items():
+            if seq > self.floors.get(lane, -1):
+                self.floors[lane] = seq
             self.seen[lane] = now
 
     def forget(self, now: float) -> None:
@@ -187,7 +188,8 @@ async def take(conn: Connection, statement: LiteralString, who: Claimant, limit:
     )
     jobs = await cursor.fetchall()
     # RETURNING has no order of its own.
-    jobs.sort(key=lambda job: (-job.priority, job.seq))
+    jobs.sort(key=attrgetter("seq"))
+    jobs.sort(key=attrgetter("priority"), reverse=True)
     return Claim(token, jobs)
 
 

@@ -80,7 +80,8 @@ L = TypeVar("L", bound=Lease)
 async def complete(conn: Connection, jobs: Sequence[Completed]) -> set[int]:
     async def send(batch: Sequence[Completed]) -> set[int]:
         results = None if all(job.result is None for job in batch) else array_of_texts(job.result for job in batch)
-        return await ids(conn, SQL.complete, {**ages(batch), "results": results})
+        lost = await ids(conn, SQL.complete, {**ages(batch), "results": results})
+        return {job.id for job in batch if job.id not in lost}
 
     async def mend(job: Completed, error: Exception) -> set[int]:
         return set(await fail(conn, [unstorable(job, error)]))
@@ -131,7 +132,7 @@ async def cancel(conn: Connection, jobs: Sequence[Cancelled]) -> set[int]:
 async def complete_in(conn: Connection, job: Completed) -> bool:
     """Completes one job in the transaction that is open on this connection; its errors are the transaction's."""
     results = None if job.result is None else [job.result]
-    return bool(await ids(conn, SQL.complete, {**ages([job]), "results": results}))
+    return not await ids(conn, SQL.complete, {**ages([job]), "results": results})
 
 
 async def snooze(conn: Connection, jobs: Sequence[Snoozed]) -> set[int]:
@@ -207,15 +208,15 @@ async def ids(conn: Connection, statement: LiteralString, parameters: dict[str, 
 
 
 def leases(jobs: Sequence[Lease]) -> dict[str, Any]:
-    return {"ids": array(job.id for job in jobs), "tokens": array(job.lease_token for job in jobs)}
+    return {"ids": array([job.id for job in jobs]), "tokens": array([job.lease_token for job in jobs])}
 
 
 def ages(jobs: Sequence[Ended]) -> dict[str, Any]:
     now = time.monotonic()
     return {
         **leases(jobs),
-        "threads": array(job.threads for job in jobs),
+        "threads": array([job.threads for job in jobs]),
         # To the microsecond, as PostgreSQL keeps them: all digits of a float would take three times as long to write.
-        "started_ago": array("%.6f" % (now - job.started) for job in jobs),
-        "ended_ago": array("%.6f" % (now - job.ended) for job in jobs),
+        "started_ago": array(["%.6f" % (now - job.started) for job in jobs]),
+        "ended_ago": array(["%.6f" % (now - job.ended) for job in jobs]),
     }

@@ -94,9 +94,11 @@ async def may_sleep(conn: Connection) -> bool:
     return bool(row and row[0])
 
 
-async def wake(conn: Connection, queues: Sequence[str], types: Sequence[str], demands: Sequence[int]) -> None:
+async def wake(conn: Connection, queues: Sequence[str], types: Sequence[str], demands: Sequence[int]) -> bool:
+    """Wakes idle workers that can run such jobs; whether there was one."""
     parameters = {"queues": list(queues), "types": list(types), "demands": list(demands)}
-    await conn.execute(SQL.wake, parameters, prepare=False)
+    row = await (await conn.execute(SQL.wake, parameters, prepare=False)).fetchone()
+    return bool(row and row[0])
 
 
 async def cancellations(conn: Connection, worker_id: UUID) -> list[Lease]:

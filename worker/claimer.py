@@ -69,6 +69,8 @@ class Claimer:
         self.stopping = False
         self._room = asyncio.Event()
         self._wakes: list[float] = []
+        self._all_busy = 0.0
+        """When there was nobody idle to be woken."""
         self._unsure = False
         """Whether the answer to a claim may be lost."""
 
@@ -186,10 +188,15 @@ class Claimer:
             )
         if got >= limit or self._wanted() <= 0:
             # There may be more than this worker takes: the next idle one is woken, and so on down the line.
-            last = claims[-1].jobs[-1]
-            await workers.wake(conn, [last.queue], [last.type], [1])
+            await self._wake_next(conn, claims[-1].jobs[-1])
         # What was parked was in the way: there may be more behind it.
         return True
+
+    async def _wake_next(self, conn: Connection, job: Claimed) -> None:
+        """Not if nobody was idle a moment ago: who became so since then has looked for work itself."""
+        now = time.monotonic()
+        if now - self._all_busy > WATCHFUL and not await workers.wake(conn, [job.queue], [job.type], [1]):
+            self._all_busy = now
 
     def _hand_over(self, claims: list[Claim]) -> tuple[int, list[Claimed]]:
         got, parked = 0, []
@@ -198,7 +205,7 @@ class Claimer:
             parked += [job for job in claim.jobs if job.parked]
             got += len(mine)
             if mine:
-                self.mean_size += (sum(len(job.payload) for job in mine) / len(mine) + 1 - self.mean_size) / 4
+                self.mean_size += (sum([len(job.payload) for job in mine]) / len(mine) + 1 - self.mean_size) / 4
             if logger.isEnabledFor(logging.DEBUG):
                 for job in mine:
                     say(logger, logging.DEBUG, "job.claimed", f"claimed job {job.id} {job.type}", job=job.id)

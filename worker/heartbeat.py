@@ -56,9 +56,9 @@ class Heartbeat:
         if self._thread.is_alive():
             self._thread.join(0.3)
 
-    def lease_stands(self) -> bool:
+    def lease_stands(self, now: float) -> bool:
         """Whether no other worker can have taken this one's jobs yet; by our clock, with a margin."""
-        return time.monotonic() - self.confirmed < self.worker.lease_timeout * 0.9
+        return now - self.confirmed < self.worker.lease_timeout * 0.9
 
     async def _run(self) -> None:
         while not self._stop.is_set():

@@ -26,6 +26,8 @@ class Slots:
         self.big: deque[tuple[Claimed, str, float]] = deque()
         self.suspects: deque[tuple[Claimed, str]] = deque()
         self.suspect_runs = False
+        self.moved = time.monotonic()
+        """When a job last came here or was started."""
         self._sleepers: deque[asyncio.Future[None]] = deque()
 
     def __len__(self) -> int:
@@ -48,6 +50,7 @@ class Slots:
         return job.thread_demand if job.thread_demand <= self.threads else 1
 
     def offer(self, jobs: Iterable[Claimed], lease_token: str) -> None:
+        self.moved = time.monotonic()
         for job in jobs:
             if job.lost:
                 self.suspects.append((job, lease_token))

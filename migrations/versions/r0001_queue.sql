@@ -329,7 +329,7 @@ CREATE TRIGGER c_key BEFORE INSERT ON pgqueue.jobs_live FOR EACH ROW WHEN (NEW.i
 -- comes first, and the look, with a newer snapshot, after it. (A function in SQL would take one snapshot for both.)
 -- Nobody waits for the lock: whoever holds it alone, a worker for a moment or anybody else, must not stop those who enqueue.
 -- A caller that did not get it, or whose snapshot is older than this statement, cannot know who is idle: it wakes them all.
-CREATE FUNCTION pgqueue.wake(queues text[], types text[], demands integer[]) RETURNS void LANGUAGE plpgsql SECURITY DEFINER
+CREATE FUNCTION pgqueue.wake(queues text[], types text[], demands integer[]) RETURNS boolean LANGUAGE plpgsql SECURITY DEFINER
     SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     blind boolean := NOT pg_try_advisory_xact_lock_shared(1885827429, 1)
@@ -352,6 +352,7 @@ BEGIN
     IF chosen IS NOT NULL AND pg_notification_queue_usage() < 0.5 THEN
         PERFORM pg_notify('pgqueue_' || c.id, '') FROM unnest(chosen) AS c(id);
     END IF;
+    RETURN chosen IS NOT NULL;
 END $$;
 
 -- When everybody is busy, which is when it matters, it costs an insert two short looks, the second under the lock, and no
@@ -669,7 +670,7 @@ BEGIN
     END IF;
 END $$;
 
--- running -> completed, where the lease stands. Answers with the ids of those.
+-- running -> completed, where the lease stands. Answers with the ids of the others: there are hardly ever any.
 -- The rows are locked in the order of their ids, because the plan can only be to look up one sorted id after the other:
 -- an id = id might walk the whole primary key instead, where it is full of dead entries and the planner thinks it is empty.
 -- Only a running job has a lease_token (a CHECK says so), so the token alone is the fence. Saying status = 'running' as well
@@ -680,8 +681,9 @@ CREATE FUNCTION pgqueue.complete_jobs(
     SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan SET jit = off
     SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
 #variable_conflict use_column
+DECLARE
+    ended bigint[];
 BEGIN
-    RETURN QUERY
     WITH gone AS (
         DELETE FROM pgqueue.jobs_live j
         USING (
@@ -706,15 +708,21 @@ BEGIN
             FROM gone g
         ) c
         GROUP BY 2, 3, 4, 5, 7
+    ), kept AS (
+        INSERT INTO pgqueue.jobs_finished AS f (id, queue, type, name, payload, status, priority, seq, run_at,
+            thread_demand, timeout, max_attempts, attempt, lost, idempotency_key, tags, created_at, worker_id,
+            lease_token, threads_used, started_at, cancel_requested_at, progress, finished_at, result)
+        SELECT g.id, g.queue, g.type, g.name, g.payload, 'completed', g.priority, g.seq, g.run_at,
+            g.thread_demand, g.timeout, g.max_attempts, g.attempt + 1, g.lost, g.idempotency_key, g.tags, g.created_at,
+            g.worker_id, g.lease_token, g.threads_used, g.started_at, g.cancel_requested_at, g.progress, g.finished_at,
+            g.result
+        FROM gone g
+        RETURNING f.id
     )
-    INSERT INTO pgqueue.jobs_finished AS f (id, queue, type, name, payload, status, priority, seq, run_at, thread_demand,
-        timeout, max_attempts, attempt, lost, idempotency_key, tags, created_at, worker_id, lease_token, threads_used,
-        started_at, cancel_requested_at, progress, finished_at, result)
-    SELECT g.id, g.queue, g.type, g.name, g.payload, 'completed', g.priority, g.seq, g.run_at, g.thread_demand,
-        g.timeout, g.max_attempts, g.attempt + 1, g.lost, g.idempotency_key, g.tags, g.created_at, g.worker_id, g.lease_token,
-        g.threads_used, g.started_at, g.cancel_requested_at, g.progress, g.finished_at, g.result
-    FROM gone g
-    RETURNING f.id;
+    SELECT coalesce(array_agg(k.id), '{}') INTO ended FROM kept k;
+    IF cardinality(ended) < cardinality(complete_jobs.ids) THEN
+        RETURN QUERY SELECT d.id FROM unnest(complete_jobs.ids) AS d(id) WHERE d.id <> ALL (ended);
+    END IF;
 END $$;
 
 CREATE FUNCTION pgqueue.backlog(queue text) RETURNS bigint LANGUAGE sql STABLE SECURITY DEFINER
