@@ -31,6 +31,13 @@ schema: $(STAMP)  ## write migrations/schema.sql again, after a new migration
 bench: $(STAMP)  ## measure the queue beside the strongest others, for a few minutes
 	@$(BIN)/python -m tests.bench.peers
 
+bench-full: $(STAMP)  ## measure everything beside everybody, and write it into tests/bench/README.md
+	@$(BIN)/python -m tests.bench.peers --full
+	@$(BIN)/python -m tests.bench
+
+bench-check: $(STAMP)  ## fail when the queue became slower by more than a fifth, beside bare SQL
+	@$(BIN)/python -m tests.bench.peers.check
+
 chaos: $(STAMP)  ## break everything and count what became of the jobs, for about five minutes
 	@$(BIN)/python -m tests.chaos
 

@@ -25,6 +25,6 @@ PEERS = (
         hint=1_000,
         driver="with_arq.py",
         store=InRedis(keys=(("hidden", "arq:queue"),), left=(("ZCARD", "arq:queue"),)),
-        lease="job_timeout 300 s + 10 s; comparable: 20 s + 10 s",
+        lease="job_timeout 300 s + 10 s; alike: 20 s + 10 s",
     ),
 )

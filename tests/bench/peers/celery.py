@@ -26,6 +26,6 @@ PEERS = (
         hint=800,
         driver="with_celery.py",
         store=InRedis(keys=(("hidden", "celery"),), left=(("LLEN", "celery"), ("HLEN", "unacked"))),
-        lease="none as shipped (acked before it runs); comparable: acks_late, visibility_timeout 30 s",
+        lease="none as shipped (acked before it runs); alike: acks_late, visibility_timeout 30 s",
     ),
 )

@@ -35,6 +35,7 @@ PEERS = (
             claim="SKIP LOCKED",
             backlog=f"{ADD} SELECT {NOOP} + interval '1 day' {MANY}",
         ),
-        lease="heartbeat_timeout 90 s + Recovery every 60 s; comparable: 30 s and 5 s",
+        slots=500,
+        lease="heartbeat_timeout 90 s + Recovery every 60 s; alike: 30 s and 5 s",
     ),
 )

@@ -27,6 +27,6 @@ PEERS = (
             keys=(("hidden:default.msgs", "dramatiq:default.msgs"), ("hidden:default", "dramatiq:default")),
             left=(("HLEN", "dramatiq:default.msgs"), ("LLEN", "dramatiq:default")),
         ),
-        lease="heartbeat_timeout 60 s, looked at by chance; comparable: 30 s, at every tenth command",
+        lease="heartbeat_timeout 60 s, looked at by chance; alike: 30 s, at every tenth command",
     ),
 )

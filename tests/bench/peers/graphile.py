@@ -11,7 +11,7 @@ STORE = InPostgres(
     tables="graphile_worker._private_jobs",
     empty="SELECT NOT EXISTS (SELECT FROM graphile_worker._private_jobs)",
     insert="SELECT graphile_worker.add_job('noop')",
-    claim='graphile_worker"."get_job',
+    claim="skip locked",
     backlog="SELECT count(*) FROM graphile_worker.add_jobs(ARRAY(SELECT ('noop', '{}', NULL, now() + interval '1 day',"
     " NULL, NULL, NULL, NULL)::graphile_worker.job_spec FROM generate_series(1, %(jobs)s)))",
 )
@@ -21,13 +21,14 @@ PEERS = tuple(
         name=name,
         variant="graphile",
         package="graphile-worker@0.18.0",
-        settings=f"concurrentJobs 24, maxPoolSize 25{settings}; bulk by addJobs of 1,000",
+        settings=f"concurrentJobs 24, maxPoolSize 25, pollInterval 1 s{settings}; bulk by addJobs of 1,000",
         hint=hint,
         driver="with_graphile.mjs",
         environ={"BENCH_BATCHED": batched},
         store=STORE,
+        slots=24,
         lease="jobs are unlocked after 4 hours; shorter is in its paid tier",
-        comparable=False,
+        alike=False,
     )
     for name, batched, hint, settings in (
         ("graphile", "0", 4_000, ""),

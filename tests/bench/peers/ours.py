@@ -13,7 +13,7 @@ STORE = InPostgres(
     tables="pgqueue.jobs_live, pgqueue.jobs_finished",
     empty="SELECT NOT EXISTS (SELECT FROM pgqueue.jobs_live)",
     insert="INSERT INTO pgqueue.jobs (type) VALUES ('noop')",
-    claim="SKIP LOCKED",
+    claim="pgqueue.claim_jobs",
     backlog="INSERT INTO pgqueue.jobs (type, run_at)"
     " SELECT 'noop', now() + interval '1 day' FROM generate_series(1, %(jobs)s)",
 )
@@ -38,6 +38,7 @@ PEERS = (
         driver="with_ours",
         store=STORE,
         environ={"REDIS_URL": ""},
+        slots=8,
         lease="PGQUEUE_LEASE_TIMEOUT 30 s + PGQUEUE_RESCUE_INTERVAL 5 s",
     ),
 )

@@ -36,8 +36,8 @@ class InPostgres:
     """What only its claim statement contains, for pg_stat_statements."""
     backlog: str
     """Adds %(jobs)s jobs of the type noop that are due in a day."""
-    switch: tuple[str, ...] = ()
-    """Statements after setup."""
+    bare: bool = False
+    """Whether a backlog is filled in without triggers, which would take minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +68,11 @@ class Peer:
     """The folder of the environment, when two peers share one."""
     handlers: bool = True
     """Whether it runs handlers: the floor does not."""
+    slots: int | None = None
+    """How many jobs one process runs at a time; None: without a limit."""
     lease: str = ""
     """What makes it take over a dead worker's jobs; for the docs."""
-    comparable: bool = True
+    alike: bool = True
     """Whether that can be set to about half a minute."""
 
     @property

@@ -10,7 +10,7 @@ PEERS = (
     Node(
         name="pgboss",
         package="pg-boss@12.35.0",
-        settings="batchSize 1,000, burstWhenBatchFull, LISTEN/NOTIFY on (useListenNotify and notify), polling 0.5 s;"
+        settings="batchSize 1,000, burstWhenBatchFull, LISTEN/NOTIFY on (useListenNotify and notify), polls of 0.5 s;"
         " bulk by insert of 1,000",
         hint=20_000,
         driver="with_pgboss.mjs",
@@ -25,6 +25,6 @@ PEERS = (
             backlog="INSERT INTO pgboss.job (name, policy, start_after)"
             " SELECT 'noop', 'standard', now() + interval '1 day' FROM generate_series(1, %(jobs)s)",
         ),
-        lease="expireInSeconds 900 as shipped; comparable: heartbeatSeconds 30, supervised every 5 s",
+        lease="expireInSeconds 900 as shipped; alike: heartbeatSeconds 30, supervised every 5 s",
     ),
 )

@@ -38,7 +38,8 @@ PEERS = tuple(
         variant="pgqueuer",
         package="pgqueuer[asyncpg,psycopg]==1.6.0",
         beside=("psycopg[binary,pool]", "uvloop"),
-        settings=f"{driver}, uvloop; batch_size {BATCH}, `pgq autovac`, durable tables; bulk by enqueue of 1,000",
+        settings=f"{driver}, uvloop; batch_size {BATCH}, dequeue_timeout 1 s, `pgq autovac`, durable;"
+        " bulk by enqueue of 1,000",
         hint=hint,
         driver="with_pgqueuer.py",
         environ={"BENCH_DRIVER": driver, "BENCH_BATCH": str(BATCH)},

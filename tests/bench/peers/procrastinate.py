@@ -16,7 +16,7 @@ class Procrastinate(Python):
         return [self._command("schema", "--apply")]
 
     def workers(self, processes: int) -> list[list[str]]:
-        return [self._command("worker", "--concurrency", "20")] * processes
+        return [self._command("worker", "--concurrency", "20", "--fetch-job-polling-interval", "1")] * processes
 
 
 PEERS = (
@@ -24,7 +24,8 @@ PEERS = (
         name="procrastinate",
         package="procrastinate==3.10.0",
         beside=("psycopg[binary,pool]",),
-        settings="`procrastinate worker --concurrency 20`, 20 connections, LISTEN on; bulk by batch_defer of 1,000",
+        settings="`procrastinate worker --concurrency 20`, 20 connections, LISTEN and a poll of 1 s;"
+        " bulk by batch_defer of 1,000",
         hint=400,
         driver="with_procrastinate.py",
         store=InPostgres(
@@ -35,9 +36,11 @@ PEERS = (
             insert="SELECT procrastinate_defer_jobs_v1(ARRAY[ROW("
             "'default', 'noop', 0, NULL, NULL, '{}', NULL)::procrastinate_job_to_defer_v1])",
             claim="procrastinate_fetch_job",
+            bare=True,
             backlog="INSERT INTO procrastinate_jobs (queue_name, task_name, args, scheduled_at)"
             " SELECT 'default', 'noop', '{}', now() + interval '1 day' FROM generate_series(1, %(jobs)s)",
         ),
+        slots=20,
         lease="a periodic task that the user writes, as the documentation shows",
     ),
 )

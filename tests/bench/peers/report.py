@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -98,7 +98,34 @@ SECTIONS: list[tuple[str, str, list[Column]]] = [
         " reached.",
         [*_latency("latency, loaded"), Column("reached, jobs/s", "latency, loaded", "jobs/s")],
     ),
+    (
+        "Scheduled jobs",
+        "Milliseconds from the time that a job was given to the first line of its handler.",
+        _latency("scheduled"),
+    ),
+    (
+        "32 clients that insert single rows",
+        "Transactions per second of pgbench, each the SQL that the peer itself uses to add one job: while one worker,"
+        " asleep at first, runs what it can; and while it has no slot free. Without a limit to its slots a peer has no"
+        " figure there.",
+        [
+            Column("idle worker, inserts/s", "inserters, idle worker"),
+            Column("busy worker, inserts/s", "inserters, busy worker"),
+        ],
+    ),
+    (
+        "A backlog",
+        "One worker process beside so many pending and as many scheduled jobs: what it does, and what its claim"
+        " statement takes on the server.",
+        [
+            Column("pending, and scheduled", "backlog", "jobs"),
+            Column("jobs/s", "backlog", "jobs/s"),
+            Column("ms a claim", "backlog", "ms a claim", 2),
+        ],
+    ),
 ]
+SHORT = 5
+"""So many of them are in the short run."""
 
 
 def tables(figures: dict[str, Found]) -> list[Table]:
@@ -108,10 +135,61 @@ def tables(figures: dict[str, Found]) -> list[Table]:
         if peers:
             rows = [[name, *(column.cell(figures, name) for column in columns)] for name in peers]
             found.append(Table(title, note, ["", *(column.head for column in columns)], rows))
-    return found
+    makers = {"held snapshot": _held, "recovery, as shipped": _recovery, "features": _features}
+    return found + [make(figures) for measure, make in makers.items() if measure in figures]
 
 
-def beside(figures: dict[str, Found], measure: str, key: str | None, of: str, pick: Callable[..., float]) -> float:
-    """Ours beside another one's; `pick` makes one figure of the rounds'."""
-    column = Column("", measure, key)
-    return pick(column.values(figures, "pgqueue")) / pick(column.values(figures, of))
+def _held(figures: dict[str, Found]) -> Table:
+    found = figures["held snapshot"]
+    parts = max(len(rounds[0]) for rounds in found.values())
+    rows = [
+        [name, *(f"{rate:,.0f}" for rate in found[name][0]), f"{late(found[name][0]):.2f}"]
+        for name in PEERS
+        if name in found
+    ]
+    return Table(
+        "Drain while a snapshot is held",
+        "Jobs per second in each tenth of a drain by one process, while a transaction that began before holds a"
+        " snapshot; and the last three tenths beside the second to fourth (the first holds the wake-up).",
+        ["", *(f"{number + 1}." for number in range(parts)), "late / early"],
+        rows,
+    )
+
+
+def late(rates: Sequence[float]) -> float:
+    return median(rates[-3:]) / median(rates[1:4])
+
+
+def _recovery(figures: dict[str, Found]) -> Table:
+    def cell(measure: str, name: str) -> str:
+        rounds = figures.get(measure, {}).get(name)
+        if not rounds:
+            return "–"
+        seconds, limit = rounds[0]["seconds"], rounds[0]["limit"]
+        return f"not in {limit:.0f}" if seconds is None else f"{seconds:.1f}"
+
+    measures = ("recovery, as shipped", "recovery, alike")
+    names = [name for name in PEERS if any(name in figures.get(measure, {}) for measure in measures)]
+    return Table(
+        "Recovery",
+        "Seconds from `kill -9` of a worker to the moment at which another worker, started at once, begins its job"
+        " again: as the peer ships, and set to about half a minute where that can be set.",
+        ["", "as shipped, s", "set alike, s", "by"],
+        [[name, *(cell(measure, name) for measure in measures), PEERS[name].lease] for name in names],
+    )
+
+
+def _features(figures: dict[str, Found]) -> Table:
+    found = figures["features"]
+    columns = [
+        Column("jobs/s", "features", "jobs/s"),
+        Column("server, µs", "features", "server CPU µs/job"),
+        Column("worker, µs", "features", "client CPU µs/job"),
+        Column("WAL, bytes", "features", "WAL bytes/job"),
+    ]
+    return Table(
+        "What features cost",
+        "pgqueue alone, a drain by one process: jobs that use a feature beside jobs that use none.",
+        ["", *(column.head for column in columns)],
+        [[name, *(column.cell(figures, name) for column in columns)] for name in found],
+    )

@@ -13,15 +13,16 @@ class Rq(Python):
         return []
 
     def workers(self, processes: int) -> list[list[str]]:
-        command = [self.bin("rq"), "worker-pool", "--num-workers", str(processes), "--worker-class", "rq.SimpleWorker"]
-        return [["/bin/sh", "-c", 'exec "$@" --url "$REDIS_URL" --quiet', "sh", *command]]
+        command = [self.bin("rq"), "worker", "--with-scheduler", "--worker-class", "rq.SimpleWorker", "--quiet"]
+        return [["/bin/sh", "-c", 'exec "$@" --url "$REDIS_URL"', "sh", *command]] * processes
 
 
 PEERS = (
     Rq(
         name="rq",
         package="rq==2.12.0",
-        settings="Redis; `rq worker-pool` of N SimpleWorkers (no fork), result_ttl 0; bulk by enqueue_many of 1,000",
+        settings="Redis; `rq worker --with-scheduler`, SimpleWorker (no fork), result_ttl 0;"
+        " bulk by enqueue_many of 1,000",
         hint=500,
         driver="with_rq.py",
         store=InRedis(
@@ -29,6 +30,6 @@ PEERS = (
             left=(("LLEN", "rq:queue:default"), ("ZCARD", "rq:wip:default"), ("ZCARD", "rq:wip:hidden")),
         ),
         lease="abandoned jobs are failed, not run again",
-        comparable=False,
+        alike=False,
     ),
 )

@@ -16,9 +16,12 @@ import psycopg
 import redis
 
 from pgqueue.embedded import PostgresServer, start_valkey
-from tests.bench.peers import measures
-from tests.bench.peers.peer import CannotInstall, InRedis, Peer
+from tests.bench.peers import measures, rarer
+from tests.bench.peers.peer import CannotInstall, InPostgres, InRedis, Peer
+from tests.bench.peers.registry import STRONGEST
 from tests.bench.peers.site import Site
+
+CLIENTS = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +37,32 @@ class Sizes:
     idle: int = 60
     loaded: int = 1_500
     rate: float = 1_000.0
+    held: int = 200_000
+    inserting: int = 5
+    """Seconds."""
+    scheduled: int = 200
+    backlog: int = 5_000_000
+    patience: float = 150.0
+    """How long a dead worker's job is waited for."""
+    lease: float = 30.0
+    """Seconds, where the peers are set alike."""
 
 
-TINY = Sizes(rounds=1, jobs=200, seconds=0.05, singles=20, bulk=200, idle=10, loaded=50)
+TINY = Sizes(
+    rounds=1,
+    jobs=200,
+    seconds=0.05,
+    singles=20,
+    bulk=200,
+    idle=10,
+    loaded=50,
+    held=200,
+    inserting=1,
+    scheduled=10,
+    backlog=500,
+    patience=40,
+    lease=10,
+)
 
 
 @dataclass
@@ -111,54 +137,117 @@ def _database(server: PostgresServer, peer: Peer) -> Iterator[str]:
             admin.execute(f"DROP DATABASE {name} WITH (FORCE)".encode())
 
 
-def rounds(all: list[Site], times: int, one: Callable[[Site], None]) -> None:
-    """Every site in every round, forth and back, so that a slow minute of the machine hits all of them."""
-    for turn in range(times):
-        for site in all if turn % 2 == 0 else reversed(all):
-            one(site)
+@dataclass
+class Run:
+    """The measures over the sites, round by round; what fails is noted, and the others go on."""
 
+    sites: list[Site]
+    sizes: Sizes
+    results: Results = field(default_factory=Results)
+    jobs: dict[str, int] = field(default_factory=dict)
+    """How many jobs each peer gets in a drain."""
 
-def main_measures(all: list[Site], sizes: Sizes, results: Results) -> None:
-    """Drains, enqueues and latency, after a calibration that says how many jobs each peer gets."""
-    jobs: dict[str, int] = {}
-
-    def attempt(measure: str, site: Site, what: Callable[[], None]) -> None:
+    def attempt(self, measure: str, site: Site, what: Callable[[Site], None]) -> None:
         began = time.monotonic()
         try:
-            what()
+            what(site)
         except Exception as error:
-            results.fail(measure, site.peer.name, error)
+            self.results.fail(measure, site.peer.name, error)
         print(f"  {site.peer.name}: {measure}, {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
 
-    def calibrate(site: Site) -> None:
-        with site.working() as workers:
-            rate = measures.drain(site, workers, max(20, int(site.peer.hint * sizes.seconds / 4)))["jobs/s"]
-        jobs[site.peer.name] = measures.size(rate, sizes.jobs, sizes.seconds)
+    def rounds(self, measure: str, what: Callable[[Site], None], sites: list[Site], times: int) -> None:
+        """Every site in every round, forth and back, so that a slow minute of the machine hits all of them."""
+        for turn in range(times):
+            for site in sites if turn % 2 == 0 else reversed(sites):
+                self.attempt(measure, site, what)
 
-    def with_one(site: Site) -> None:
+    def short(self) -> None:
+        """Drains, enqueues and latency, after a calibration that says how many jobs each peer gets."""
+        self.rounds("calibration", self._calibrate, self.sites, 1)
+        ready = [site for site in self.sites if site.peer.name in self.jobs]
+        for turn in range(self.sizes.rounds):
+            for site in ready if turn % 2 == 0 else reversed(ready):
+                self.attempt("drain, 1 process", site, self._with_one)
+                self.attempt("drain, 2 processes", site, self._with_two)
+                self.attempt("enqueue", site, self._enqueue)
+
+    def _calibrate(self, site: Site) -> None:
+        with site.working() as workers:
+            rate = measures.drain(site, workers, max(20, int(site.peer.hint * self.sizes.seconds / 4)))["jobs/s"]
+        self.jobs[site.peer.name] = measures.size(rate, self.sizes.jobs, self.sizes.seconds)
+
+    def _with_one(self, site: Site) -> None:
+        name, sizes = site.peer.name, self.sizes
         site.clear()
         with site.working() as workers:
-            results.add("drain, 1 process", site.peer.name, measures.drain(site, workers, jobs[site.peer.name]))
+            self.results.add("drain, 1 process", name, measures.drain(site, workers, self.jobs[name]))
             if site.peer.handlers:
-                results.add("latency, idle", site.peer.name, measures.latency(site, sizes.idle, 0))
-                results.add("latency, loaded", site.peer.name, measures.latency(site, sizes.loaded, sizes.rate))
+                self.results.add("latency, idle", name, measures.latency(site, sizes.idle, 0))
+                self.results.add("latency, loaded", name, measures.latency(site, sizes.loaded, sizes.rate))
 
-    def with_two(site: Site) -> None:
+    def _with_two(self, site: Site) -> None:
+        name = site.peer.name
         site.clear()
         with site.working(2) as workers:
-            results.add("drain, 2 processes", site.peer.name, measures.drain(site, workers, jobs[site.peer.name]))
+            self.results.add("drain, 2 processes", name, measures.drain(site, workers, self.jobs[name]))
 
-    def enqueues(site: Site) -> None:
+    def _enqueue(self, site: Site) -> None:
+        name = site.peer.name
         site.clear()
-        results.add("enqueue, one at a time", site.peer.name, measures.enqueue(site, sizes.singles))
-        results.add("enqueue, many", site.peer.name, measures.enqueue_many(site, sizes.bulk))
+        self.results.add("enqueue, one at a time", name, measures.enqueue(site, self.sizes.singles))
+        self.results.add("enqueue, many", name, measures.enqueue_many(site, self.sizes.bulk))
 
-    def everything(site: Site) -> None:
-        if site.peer.name not in jobs:
-            return
-        attempt("drain, 1 process", site, lambda: with_one(site))
-        attempt("drain, 2 processes", site, lambda: with_two(site))
-        attempt("enqueue", site, lambda: enqueues(site))
+    def rest(self) -> None:
+        """What the full run measures besides."""
+        handlers = [site for site in self.sites if site.peer.handlers]
+        postgres = [site for site in handlers if isinstance(site.peer.store, InPostgres)]
+        strongest = [site for site in postgres if site.peer.name in STRONGEST]
+        busy = [site for site in postgres if site.peer.slots]
+        self.rounds("scheduled", self._scheduled, handlers, 1)
+        self.rounds("held snapshot", self._held, postgres, 1)
+        self.rounds("inserters, idle worker", self._inserters, postgres, self.sizes.rounds)
+        self.rounds("inserters, busy worker", self._busy_inserters, busy, self.sizes.rounds)
+        self.rounds("features", self._features, [site for site in self.sites if site.peer.name == "pgqueue"], 1)
+        self.rounds("backlog", self._backlog, strongest, 1)
 
-    rounds(all, 1, lambda site: attempt("calibration", site, lambda: calibrate(site)))
-    rounds(all, sizes.rounds, everything)
+    def _scheduled(self, site: Site) -> None:
+        site.clear()
+        with site.working():
+            late = measures.lateness(site, self.sizes.scheduled, 5 if self.sizes.scheduled > 20 else 1)
+        self.results.add("scheduled", site.peer.name, late)
+
+    def _held(self, site: Site) -> None:
+        jobs = min(self.sizes.held, 2 * self.jobs.get(site.peer.name, 20))
+        self.results.add("held snapshot", site.peer.name, rarer.held(site, jobs))
+
+    def _inserters(self, site: Site) -> None:
+        rate = rarer.inserters(site, CLIENTS, self.sizes.inserting, busy=False)
+        self.results.add("inserters, idle worker", site.peer.name, rate)
+
+    def _busy_inserters(self, site: Site) -> None:
+        rate = rarer.inserters(site, CLIENTS, self.sizes.inserting, busy=True)
+        self.results.add("inserters, busy worker", site.peer.name, rate)
+
+    def _features(self, site: Site) -> None:
+        for name, figures in rarer.features(site, self.jobs.get(site.peer.name, 20)).items():
+            self.results.add("features", name, figures)
+
+    def _backlog(self, site: Site) -> None:
+        seconds = 10 if self.sizes.backlog > 1_000_000 else 1
+        self.results.add("backlog", site.peer.name, rarer.backlog(site, self.sizes.backlog, seconds))
+
+    def recoveries(self, sites: list[Site], measure: str) -> None:
+        for name, seconds in rarer.recoveries(sites, self.sizes.patience).items():
+            if isinstance(seconds, Exception):
+                self.results.fail(measure, name, seconds)
+            else:
+                self.results.add(measure, name, {"seconds": seconds, "limit": self.sizes.patience})
+
+
+def recoveries(server: PostgresServer, peers: list[Peer], sizes: Sizes, results: Results) -> None:
+    """As the peers ship, and then with leases that are alike; mostly waiting, so all of them at the same time."""
+    peers = [peer for peer in peers if peer.handlers]
+    with sites(server, peers) as shipped:
+        Run(shipped, sizes, results).recoveries(shipped, "recovery, as shipped")
+    with sites(server, [peer for peer in peers if peer.alike], sizes.lease) as alike:
+        Run(alike, sizes, results).recoveries(alike, "recovery, alike")

@@ -62,6 +62,8 @@ class Site:
     folder: Path
     lease: float | None = None
     """Seconds; None: as the peer ships."""
+    part: int = 1000
+    """After how many jobs of the type count the handler notes the time."""
     _numbers: Iterator[int] = field(default_factory=lambda: count(1))
 
     def __post_init__(self) -> None:
@@ -89,6 +91,7 @@ class Site:
             "PGDSN": self.dsn,
             "BENCH_STAMPS": str(self.stamps),
             "BENCH_COUNTS": str(self.counts),
+            "BENCH_PART": str(self.part),
         }
         if isinstance(self.peer.store, InRedis):
             more["REDIS_URL"] = self.redis_url

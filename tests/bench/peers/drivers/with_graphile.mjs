@@ -17,6 +17,7 @@ const preset = {
     connectionString: driver.DSN,
     concurrentJobs: CONCURRENT,
     maxPoolSize: CONCURRENT + 1,
+    pollInterval: 1000,
     logger,
     ...(process.env.BENCH_BATCHED === "1" ? batched : {}),
   },

@@ -6,7 +6,7 @@ import asyncio
 import os
 from datetime import UTC, datetime
 
-from pgqueue import PgQueue
+from pgqueue import Context, PgQueue
 from tests.bench.peers.drivers import driver
 
 app = PgQueue(os.environ.get("DATABASE_URL"))
@@ -30,6 +30,26 @@ async def stamp(number: int) -> None:
 async def hold(number: int) -> None:
     driver.stamp(number)
     await asyncio.sleep(driver.HELD)
+
+
+@app.job
+async def result() -> dict[str, int]:
+    return {"answer": 42}
+
+
+@app.job
+async def step(ctx: Context) -> None:
+    await ctx.step("first", lambda: 42)
+
+
+@app.job
+async def transaction(ctx: Context) -> None:
+    async with ctx.transaction() as conn:
+        await conn.execute("SELECT 1")
+
+
+@app.job(at_most_once=True)
+async def at_most_once() -> None: ...
 
 
 TYPES = {"noop": noop, "stamp": stamp, "hold": hold}

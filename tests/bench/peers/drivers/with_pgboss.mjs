@@ -18,7 +18,7 @@ const boss = new PgBoss({
 boss.on("error", console.error);
 
 async function work() {
-  const options = { batchSize: BATCH, burstWhenBatchFull: true, pollingIntervalSeconds: 0.5 };
+  const options = { batchSize: BATCH, burstWhenBatchFull: true, pollingIntervalSeconds: 0.5, notifyPollingIntervalSeconds: 0.5 };
   await boss.work("noop", options, async () => {});
   await boss.work("count", options, async (jobs) => jobs.forEach(() => driver.count()));
   await boss.work("stamp", options, async (jobs) => jobs.forEach((job) => driver.stamp(job.data.number)));

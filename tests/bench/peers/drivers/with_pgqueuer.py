@@ -46,7 +46,7 @@ async def work() -> None:
         driver.stamp(int(job.payload or b"0"))
         await asyncio.sleep(driver.HELD)
 
-    await pgq.run(batch_size=int(os.environ["BENCH_BATCH"]))
+    await pgq.run(batch_size=int(os.environ["BENCH_BATCH"]), dequeue_timeout=timedelta(seconds=1))
 
 
 class Producer:

@@ -1,4 +1,4 @@
-"""RQ: its worker pool as its command line starts it."""
+"""RQ: its worker as its command line starts it."""
 
 from __future__ import annotations
 
