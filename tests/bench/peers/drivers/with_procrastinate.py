@@ -36,7 +36,7 @@ async def hold(number: int) -> None:
 
 if driver.LEASE:
 
-    @app.periodic(cron="*/5 * * * * *")
+    @app.periodic(cron="* * * * * */5")
     @app.task(name="rescue", pass_context=True, queueing_lock="rescue")
     async def rescue(context: procrastinate.JobContext, timestamp: int) -> None:
         """What its documentation recommends: nothing rescues jobs by itself."""
