@@ -24,7 +24,7 @@ class Passwords:
     def __init__(self, at_once: int = 2) -> None:
         self._hasher = PasswordHasher()
         self._turns = asyncio.Semaphore(at_once)
-        self._nobodys = self._hasher.hash(secrets.token_hex())
+        self._nobodys = ""
 
     async def hash(self, password: str) -> str:
         async with self._turns:
@@ -33,6 +33,7 @@ class Passwords:
     async def verify(self, password_hash: str | None, password: str) -> bool:
         """Without a hash it takes as long, so that nobody learns which names exist."""
         async with self._turns:
+            self._nobodys = self._nobodys or await asyncio.to_thread(self._hasher.hash, secrets.token_hex())
             try:
                 await asyncio.to_thread(self._hasher.verify, password_hash or self._nobodys, password)
             except (VerificationError, InvalidHashError):

@@ -13,6 +13,7 @@ import uvicorn
 
 from pgqueue import db, migrate
 from pgqueue.api.app import State, create_app
+from pgqueue.api.protocol import Protocol
 from pgqueue.errors import DatabaseUnavailable, InvalidSettings, PgQueueError
 from pgqueue.log import say
 from pgqueue.settings import Settings
@@ -58,7 +59,8 @@ def serve(settings: Settings, dsn: str, host: str, port: int) -> None:
             timeout_graceful_shutdown=max(1, int(settings.shutdown_grace)),
             limit_concurrency=2000,
             backlog=2048,
-            h11_max_incomplete_event_size=16_384,
+            http=Protocol,
+            ws="none",
             lifespan="on",
         )
         where = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"

@@ -20,6 +20,7 @@ import uvicorn
 
 from pgqueue.api.app import State, create_app
 from pgqueue.api.auth import SCOPES, create_token
+from pgqueue.api.protocol import Protocol
 from pgqueue.settings import Settings
 
 SECRET = "test-0123456789-abcdefghij-0123456789"
@@ -99,7 +100,9 @@ class Api(Client):
 @contextmanager
 def served(settings: Settings, dsn: str) -> Iterator[Api]:
     app = create_app(settings, dsn)
-    config = uvicorn.Config(app, port=0, log_config=None, access_log=False, server_header=False, lifespan="on")
+    config = uvicorn.Config(
+        app, port=0, log_config=None, access_log=False, server_header=False, lifespan="on", http=Protocol, ws="none"
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
