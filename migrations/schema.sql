@@ -241,7 +241,7 @@ BEGIN
     RETURN job.status;
 END $$;
 
-CREATE FUNCTION pgqueue.claim_jobs(queues text[], priorities integer[], floors bigint[], types text[], threads integer, max_jobs integer, worker_id uuid, lease_token uuid) RETURNS TABLE(id bigint, queue text, type text, payload text, priority integer, seq bigint, thread_demand integer, timeout double precision, max_attempts integer, attempt integer, lost integer, idempotency_key text, parked boolean)
+CREATE FUNCTION pgqueue.claim_jobs(queues text[], priorities integer[], floors bigint[], types text[], threads integer, max_jobs integer, worker_id uuid, lease_token uuid) RETURNS TABLE(id bigint, queue text, type text, payload text, priority integer, seq bigint, thread_demand integer, timeout double precision, max_attempts integer, attempt integer, lost integer, idempotency_key text, created double precision, parked boolean)
     LANGUAGE plpgsql
     SET search_path TO 'pg_catalog', 'pg_temp'
     SET plan_cache_mode TO 'force_generic_plan'
@@ -292,14 +292,16 @@ BEGIN
             started_at = statement_timestamp(), threads_used = NULL
         WHERE j.ctid = ANY (fit)
         RETURNING j.id, j.queue, j.type, j.payload::text, j.priority, j.seq, j.thread_demand,
-            extract(epoch FROM j.timeout)::float8, j.max_attempts, j.attempt, j.lost, j.idempotency_key, j.parked;
+            extract(epoch FROM j.timeout)::float8, j.max_attempts, j.attempt, j.lost, j.idempotency_key,
+            extract(epoch FROM j.created_at)::float8, j.parked;
     END IF;
     IF unfit IS NOT NULL THEN
         RETURN QUERY
         UPDATE pgqueue.jobs_live j SET parked = true, started_at = NULL, threads_used = NULL
         WHERE j.ctid = ANY (unfit)
         RETURNING j.id, j.queue, j.type, j.payload::text, j.priority, j.seq, j.thread_demand,
-            extract(epoch FROM j.timeout)::float8, j.max_attempts, j.attempt, j.lost, j.idempotency_key, j.parked;
+            extract(epoch FROM j.timeout)::float8, j.max_attempts, j.attempt, j.lost, j.idempotency_key,
+            extract(epoch FROM j.created_at)::float8, j.parked;
     END IF;
 END $$;
 

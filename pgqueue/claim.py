@@ -48,6 +48,8 @@ class Claimed(NamedTuple):
     attempt: int
     lost: int
     idempotency_key: str | None
+    created: float
+    """Seconds since 1970."""
     parked: bool
 
 

@@ -77,7 +77,7 @@ class Context:
         attempt: int,
         max_attempts: int,
         timeout: float | None,
-        idempotency_key: str | None,
+        idempotency_key: str,
         lease_token: str,
         payload: Any,
         threads: int,
@@ -95,7 +95,7 @@ class Context:
         """1 is the first."""
         self.max_attempts = max_attempts
         self.timeout = timeout
-        self.idempotency_key = idempotency_key or f"pgqueue:{id}"
+        self.idempotency_key = idempotency_key
         """The same for every attempt of this job: hand it to services that take one."""
         self.lease_token = lease_token
         self.payload = payload

@@ -106,7 +106,8 @@ async def run(
         attempt=job.attempt + 1,
         max_attempts=job.max_attempts,
         timeout=job.timeout if job.timeout is not None else handler.timeout,
-        idempotency_key=job.idempotency_key,
+        # The id alone may be another job's: of another database, or of before a failover that lost some commits.
+        idempotency_key=job.idempotency_key or f"pgqueue:{job.id}:{job.created:.6f}",
         lease_token=lease_token,
         payload=payload,
         threads=threads,

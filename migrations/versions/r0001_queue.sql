@@ -615,7 +615,7 @@ CREATE FUNCTION pgqueue.claim_jobs(
     max_jobs integer, worker_id uuid, lease_token uuid
 ) RETURNS TABLE (
     id bigint, queue text, type text, payload text, priority integer, seq bigint, thread_demand integer, timeout float8,
-    max_attempts integer, attempt integer, lost integer, idempotency_key text, parked boolean
+    max_attempts integer, attempt integer, lost integer, idempotency_key text, created float8, parked boolean
 ) LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan SET jit = off
     SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
 #variable_conflict use_column
@@ -659,14 +659,16 @@ BEGIN
             started_at = statement_timestamp(), threads_used = NULL
         WHERE j.ctid = ANY (fit)
         RETURNING j.id, j.queue, j.type, j.payload::text, j.priority, j.seq, j.thread_demand,
-            extract(epoch FROM j.timeout)::float8, j.max_attempts, j.attempt, j.lost, j.idempotency_key, j.parked;
+            extract(epoch FROM j.timeout)::float8, j.max_attempts, j.attempt, j.lost, j.idempotency_key,
+            extract(epoch FROM j.created_at)::float8, j.parked;
     END IF;
     IF unfit IS NOT NULL THEN
         RETURN QUERY
         UPDATE pgqueue.jobs_live j SET parked = true, started_at = NULL, threads_used = NULL
         WHERE j.ctid = ANY (unfit)
         RETURNING j.id, j.queue, j.type, j.payload::text, j.priority, j.seq, j.thread_demand,
-            extract(epoch FROM j.timeout)::float8, j.max_attempts, j.attempt, j.lost, j.idempotency_key, j.parked;
+            extract(epoch FROM j.timeout)::float8, j.max_attempts, j.attempt, j.lost, j.idempotency_key,
+            extract(epoch FROM j.created_at)::float8, j.parked;
     END IF;
 END $$;
 

@@ -25,11 +25,11 @@ WITH RECURSIVE found AS (
     SELECT array_agg(l.queue) AS queues, array_agg(l.priority) AS priorities, array_agg(l.seq) AS floors FROM lane l
 )
 SELECT c.id, c.queue, c.type, c.payload, c.priority, c.seq, c.thread_demand, c.timeout, c.max_attempts, c.attempt, c.lost,
-    c.idempotency_key, c.parked
+    c.idempotency_key, c.created, c.parked
 FROM (SELECT set_config('synchronous_commit', 'off', true)) undurable
 CROSS JOIN lanes l
 CROSS JOIN LATERAL pgqueue.claim_jobs(
     l.queues, l.priorities, l.floors, %(types)s::text[], %(threads)s::int, %(limit)s::int,
     %(worker_id)s::uuid, %(lease_token)s::uuid) c
 UNION ALL
-SELECT 0, l.queue, '', '', l.priority, l.seq, 0, NULL, 0, 0, 0, NULL, false FROM lane l
+SELECT 0, l.queue, '', '', l.priority, l.seq, 0, NULL, 0, 0, 0, NULL, 0, false FROM lane l

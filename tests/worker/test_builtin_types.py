@@ -73,7 +73,7 @@ def context(
         attempt=1,
         max_attempts=5,
         timeout=None,
-        idempotency_key=key,
+        idempotency_key=key or f"pgqueue:{id}",
         lease_token=str(uuid4()),
         payload=None,
         threads=threads,
