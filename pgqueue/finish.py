@@ -9,6 +9,7 @@ error without its text. Left as it was, the job would be running for as long as 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,10 @@ from psycopg.pq import TransactionStatus
 
 from pgqueue.db import Connection, array, array_of_texts, retrying
 from pgqueue.job import Lease
+from pgqueue.log import say
 from pgqueue.sql import SQL
+
+logger = logging.getLogger("pgqueue.finish")
 
 UNSTORABLE = (pg.DataError, pg.CheckViolation, pg.ProgramLimitExceeded, pg.StatementTooComplex, UnicodeEncodeError)
 LONGEST_DELAY = 10 * 365 * 86400.0
@@ -192,9 +196,18 @@ async def isolating(
             # The transaction is the caller's, and so is the error.
             raise
         if len(jobs) == 1:
-            return await mend(jobs[0], error)
+            return await _mended(mend, jobs[0], error)
     half = len(jobs) // 2
     return await isolating(conn, send, mend, jobs[:half]) | await isolating(conn, send, mend, jobs[half:])
+
+
+async def _mended(mend: Callable[[L, Exception], Awaitable[set[int]]], job: L, error: Exception) -> set[int]:
+    """Its row itself may be beyond repair (somebody wrote an attempt of 2^31 - 1): that must not hold up the others."""
+    try:
+        return await mend(job, error)
+    except UNSTORABLE as worse:
+        say(logger, logging.ERROR, "job.unwritable", f"job {job.id} cannot be ended: {worse}", job=job.id)
+        return set()
 
 
 def bounded(delay: float) -> float:

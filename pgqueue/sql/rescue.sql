@@ -23,12 +23,14 @@ WITH live AS MATERIALIZED (
 ), judged AS MATERIALIZED (
     -- The locked row is the newest, the other is as old as what we know of the workers. If their leases differ, the job was
     -- claimed since then, perhaps by a worker that is as new.
-    SELECT o.id, o.queue, o.type, o.worker_id, o.attempt + 1 AS attempt, o.started_at,
-           o.lost + (o.lost = 0 OR o.threads_used IS NOT NULL)::int AS lost,
+    SELECT o.id, o.queue, o.type, o.worker_id, least(o.attempt, 2147483646) + 1 AS attempt, o.started_at,
+           l.lost,
            CASE WHEN o.cancel_requested_at IS NOT NULL THEN 'cancelled'
-                WHEN o.lost + (o.lost = 0 OR o.threads_used IS NOT NULL)::int >= %(max_lost)s THEN 'failed'
+                WHEN l.lost >= %(max_lost)s THEN 'failed'
                 ELSE 'retried' END AS outcome
     FROM orphan o
+    -- Bounded: one row with an absurd number must not stop the rescue of all others.
+    CROSS JOIN LATERAL (SELECT least(o.lost, 1000000) + (o.lost = 0 OR o.threads_used IS NOT NULL)::int AS lost) l
     CROSS JOIN LATERAL (SELECT FROM pgqueue.jobs_live j WHERE j.id = o.id AND j.lease_token = o.lease_token LIMIT 1) j
 ), again AS (
     UPDATE pgqueue.jobs_live j
