@@ -16,7 +16,7 @@ from tests.chaos.lab import until
 
 
 async def test_three_heartbeats_in_a_row_may_vanish(dsn: str, conn: psycopg.AsyncConnection) -> None:
-    lease = 4.0
+    lease = 8.0
     worker = Worker(
         id=uuid4(), name="w", host="h", pid=1, version="1", queues=None, types=None, threads=1, listening=False,
         lease_timeout=lease,
