@@ -37,7 +37,7 @@ class Heartbeat:
         self.beat = beat
         self.confirmed = time.monotonic()
         """When the last heartbeat that PostgreSQL confirmed was sent: the lease holds from then."""
-        # Three heartbeats in a row may be lost on the way. A very short lease allows fewer: the server must have its time.
+        # Three heartbeats in a row may be lost on the way. A very short lease allows fewer: a server needs time.
         self._patience = max((worker.lease_timeout - interval) / 4, min(1.0, worker.lease_timeout / 2))
         self._link = Link(dsn, f"pgqueue-heartbeat {worker.name}", longest_pause=min(0.5, self._patience / 4))
         self._stop = threading.Event()
