@@ -3,6 +3,7 @@
 import argparse
 import json
 import random
+import signal
 import sys
 
 import uvloop
@@ -28,6 +29,8 @@ def main() -> int:
         return 0
     if unknown := set(arguments.names) - set(scenarios):
         parser.error(f"no such scenario: {', '.join(sorted(unknown))}")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)  # whoever ends it, its servers must end, too
     chosen = [each for each in scenarios.values() if is_meant(each, arguments.names, arguments.scale)]
     return uvloop.run(report(chosen, arguments.scale, arguments.seed, arguments.minutes))
 

@@ -146,3 +146,12 @@ async def isolated(ctx: Context, key: str, level: str, seconds: float = 0.0, rai
 
 
 refused: set[str] = set()
+
+
+@app.job(once_per=("group",), retry=RETRY)
+async def twin(ctx: Context, key: str, group: str, seconds: float = 0.0) -> None:
+    """One effect for each group, however many jobs ask for it."""
+    if seconds:
+        await asyncio.sleep(seconds)
+    async with ctx.transaction() as tx:
+        await tx.execute(ROW, [group, ctx.id, ctx.lease_token])

@@ -44,7 +44,7 @@ def scenario(
     minute: bool = False,
     alone: bool = False,
     named_only: bool = False,
-    budget: float = 120,
+    budget: float = 600,
 ) -> Callable[[Body], Body]:
     def register(body: Body) -> Body:
         assert name not in _all, f"there is a scenario {name} already"

@@ -27,7 +27,6 @@ WRITES = ("claim", "complete", "fail", "snooze", "release", "promote", "rescue",
     " claim, complete, fail, snooze, release, promote, rescue, heartbeat, COMMIT",
     invariant="with a key one job, without one none or one and an error; nothing lost, nothing twice",
     minute=True,
-    budget=200,
 )
 async def c11(lab: Lab) -> Verdict:
     ground = await lab.ground()
@@ -46,7 +45,7 @@ async def c11(lab: Lab) -> Verdict:
     producing = asyncio.create_task(enqueue_through(lab, ground, lab.size(60, 400, 2_000)))
     await lab.produce(ground, jobs)
     outcomes = await producing
-    await ground.settled(within=lab.size(60.0, 120.0, 900.0))
+    await ground.settled()
     verdict = await judge(lab, ground)
     verdict.faults = dict(wire.cuts)
     verdict.figures |= {"enqueue": dict(outcomes), "reconciled": lab.said("jobs.reconciled")}
@@ -86,7 +85,6 @@ async def enqueue_through(lab: Lab, ground: Ground, number: int) -> Counter[str]
     "C13",
     "PostgreSQL restarts under load: immediate, fast, and kill -9 of a backend",
     invariant="everybody comes back by itself; nothing acknowledged is lost",
-    budget=300,
 )
 async def c13(lab: Lab) -> Verdict:
     ground = await lab.ground(own=True)
@@ -105,7 +103,7 @@ async def c13(lab: Lab) -> Verdict:
             back.append(await first_claim(ground))
     stop.set()
     await producing
-    await ground.settled(within=lab.size(30.0, 60.0, 300.0))
+    await ground.settled()
     verdict = await judge(lab, ground)
     observed(verdict, monitor)
     verdict.faults = faults
@@ -150,7 +148,6 @@ async def steadily(lab: Lab, ground: Ground, per_second: int, stop: asyncio.Even
     "pg_terminate_backend on connections of workers at random, whatever they are for",
     invariant="nothing lost, nothing twice; afterwards as many connections as before, no lock left",
     minute=True,
-    budget=200,
 )
 async def c16(lab: Lab) -> Verdict:
     ground = await lab.ground()
@@ -204,7 +201,6 @@ async def kinds(ground: Ground) -> Counter[str]:
     "C17",
     "32 handlers hold transactions while the server has no connection left for anybody else",
     invariant="heartbeats keep every lease, nobody waits for ever, nothing lost, nothing twice",
-    budget=200,
 )
 async def c17(lab: Lab) -> Verdict:
     ground = await lab.ground({"max_connections": "40", "superuser_reserved_connections": "3"})
@@ -226,7 +222,7 @@ async def c17(lab: Lab) -> Verdict:
     await asyncio.sleep(lab.size(3.0, 6.0, 20.0))
     for hog in hogs:
         await hog.close()
-    await ground.settled(within=lab.size(60.0, 120.0, 600.0))
+    await ground.settled()
     verdict = await judge(lab, ground)
     lost = await ground.value("SELECT sum(lost)::int FROM pgqueue.jobs")
     verdict.faults = {"connections taken": len(hogs)}
@@ -244,7 +240,6 @@ def plain_dsn(ground: Ground) -> str:
     "C20",
     "transactions of 3 leases in each isolation level; serialization failures, deadlocks, lock and statement timeouts",
     invariant="each level completes; what can be tried again is tried again without a charge; no 40001 of our making",
-    budget=200,
 )
 async def c20(lab: Lab) -> Verdict:
     ground = await lab.ground()

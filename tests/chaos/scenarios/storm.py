@@ -29,14 +29,14 @@ MIX = ["effect"] * 12 + ["threaded"] * 4 + ["keyed"] * 3 + ["mail"]
     invariant="nothing lost, nothing twice, all accounted for, no illegal move",
     minute=True,
     alone=True,
-    budget=400,
+    budget=1800,
 )
 async def c1(lab: Lab) -> Verdict:
     storm = Storm(lab)
     await storm.prepare()
     started = time.monotonic()
     await storm.rage(over=lab.size(14.0, 60.0, 240.0))
-    await storm.ground.settled(within=lab.size(30.0, 180.0, 900.0))
+    await storm.ground.settled(within=900)
     seconds = time.monotonic() - started
     verdict = await judge(lab, storm.ground)
     verdict.faults = dict(storm.faults) | dict(storm.wire.cuts)

@@ -24,7 +24,6 @@ NO_WAKE = "UPDATE pgqueue.switches SET enabled = false WHERE name = 'wake'"
     "C21",
     "single inserts while idle workers lose their listeners at random, then with NOTIFY switched off",
     invariant="every job starts within a poll interval and a little; none waits for the next insert",
-    budget=200,
 )
 async def c21(lab: Lab) -> Verdict:
     ground = await lab.ground()
@@ -76,7 +75,6 @@ def told(name: str, values: list[float]) -> dict[str, float | None]:
     "B1",
     "the bounds: kill -9 of workers, restarts of PostgreSQL and lost NOTIFYs, one at a time, with nothing else wrong",
     invariant="noticed within lease timeout + rescue interval; claimed again within a reconnect; started within a poll",
-    budget=300,
 )
 async def b1(lab: Lab) -> Verdict:
     ground = await lab.ground(own=True)

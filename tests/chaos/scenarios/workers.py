@@ -33,7 +33,6 @@ async def c0(lab: Lab) -> Verdict:
     " add jobs, store steps and progress",
     invariant="every write of a zombie is refused: one effect a job, no job that a zombie added",
     minute=True,
-    budget=200,
 )
 async def c3(lab: Lab) -> Verdict:
     ground = await lab.ground()
@@ -75,7 +74,6 @@ async def is_number(ground: Ground, query: str, number: int) -> bool:
     "C5",
     "a handler blocks the event loop for 3 leases, another one keeps the interpreter for 2",
     invariant="the first keeps its lease, the second is fenced; never two effects",
-    budget=200,
 )
 async def c5(lab: Lab) -> Verdict:
     ground = await lab.ground()
@@ -110,7 +108,6 @@ async def c5(lab: Lab) -> Verdict:
     "C7",
     "a worker is killed, its row is deleted, and a new one has its name, host and process id",
     invariant="the jobs of the dead are rescued in time, none of the living's",
-    budget=200,
 )
 async def c7(lab: Lab) -> Verdict:
     ground = await lab.ground()
@@ -152,7 +149,6 @@ OWNED = "SELECT count(*) FROM pgqueue.jobs_live WHERE status = 'running' AND wor
     "C8",
     "batches of 50 with a job in each that aborts its worker; the workers are started again as they die",
     invariant="the poison goes to the dead letter queue after 3 deaths, its batch mates complete, charged at most once",
-    budget=200,
 )
 async def c8(lab: Lab) -> Verdict:
     ground = await lab.ground()
@@ -164,7 +160,7 @@ async def c8(lab: Lab) -> Verdict:
         await lab.produce(ground, jobs)
     keeping = asyncio.create_task(keep_running(lab, ground, 2))
     try:
-        await ground.settled(within=lab.size(60.0, 150.0, 900.0))
+        await ground.settled()
     finally:
         keeping.cancel()
     verdict = await judge(lab, ground, failures=("poison",))
@@ -193,7 +189,6 @@ async def keep_running(lab: Lab, ground: Ground, number: int) -> None:
     "X1",
     "SIGTERM under load, and kill -9 at a random moment of the shutdown; PostgreSQL restarts during some of them",
     invariant="nothing lost, nothing twice",
-    budget=200,
 )
 async def x1(lab: Lab) -> Verdict:
     ground = await lab.ground(own=True)
@@ -217,7 +212,7 @@ async def x1(lab: Lab) -> Verdict:
         monitor.died(dead)
         worker.kill()
     lab.worker(ground, threads=8)
-    await ground.settled(within=lab.size(60.0, 120.0, 600.0))
+    await ground.settled()
     verdict = await judge(lab, ground)
     observed(verdict, monitor)
     verdict.faults = {"SIGTERM, then kill -9": rounds, "restarts of PostgreSQL": restarts}
@@ -228,7 +223,6 @@ async def x1(lab: Lab) -> Verdict:
     "X2",
     "handlers run in child processes, which are killed at random; then the worker itself",
     invariant="nothing lost, nothing twice, and no child outlives its worker",
-    budget=200,
 )
 async def x2(lab: Lab) -> Verdict:
     ground = await lab.ground()
@@ -250,7 +244,7 @@ async def x2(lab: Lab) -> Verdict:
     worker.kill()
     await until(lambda: not any(is_running(pid) for pid in seen), "its children have ended", 10)
     lab.worker(ground, threads=4)
-    await ground.settled(within=lab.size(60.0, 120.0, 600.0))
+    await ground.settled()
     verdict = await judge(lab, ground)
     verdict.faults = {"kill -9 of a child": kills, "kill -9 of the worker": 1}
     died = "SELECT count(*)::int FROM pgqueue.attempts WHERE error_type = 'ChildDied'"
