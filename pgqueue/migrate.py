@@ -12,8 +12,8 @@ from pgqueue.errors import DatabaseUnavailable, InvalidSettings, PgQueueError, S
 from pgqueue.settings import mask
 
 # A migration that waits for a lock makes everybody else wait behind it: better give way and try again.
-LOCK_TIMEOUT = "5s"
-TRIES = 5
+LOCK_TIMEOUT = "1s"
+TRIES = 15
 PAUSE = 2.0
 
 _VERSIONS = Path(__file__).parent / "migrations" / "versions"
