@@ -1,0 +1,382 @@
+"""Load that goes on while somebody holds a snapshot, migrates, fills the disk or works on many jobs at once."""
+
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psycopg
+
+from pgqueue import migrate
+from pgqueue.embedded import start_postgres
+from tests.chaos.site import Site, fault, on, percentile, site, tool
+from tests.chaos.verdict import Skipped, Verdict
+from tests.worker.processes import wait
+
+
+class Stream:
+    """Adds so many jobs a second, and notes how long each commit took and whether it was acknowledged."""
+
+    def __init__(self, dsn: str, rate: float, type: str = "nothing") -> None:
+        self.dsn = dsn
+        self.rate = rate
+        self.type = type
+        self.took: list[tuple[float, float]] = []
+        """When, and for how long."""
+        self.acknowledged: list[int] = []
+        self.refused: list[str] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    @contextmanager
+    def running(self) -> Iterator["Stream"]:
+        self._thread.start()
+        try:
+            yield self
+        finally:
+            self.stop()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(60)
+
+    def longest(self, since: float = 0.0) -> float:
+        return max((took for at, took in self.took if at >= since), default=0.0)
+
+    def _run(self) -> None:
+        batch = max(1, round(self.rate / 50))
+        due = time.monotonic()
+        conn = None
+        while not self._stop.is_set():
+            started = time.monotonic()
+            try:
+                if conn is None or conn.closed:
+                    conn = psycopg.connect(self.dsn, autocommit=True, connect_timeout=5)
+                query = "INSERT INTO pgqueue.jobs (type) SELECT %s FROM generate_series(1, %s) RETURNING id"
+                self.acknowledged += [id for (id,) in conn.execute(query, [self.type, batch]).fetchall()]
+            except psycopg.Error as error:
+                self.refused.append(error.sqlstate or type(error).__name__)
+                if conn is not None:
+                    conn.close()
+                time.sleep(0.1)
+            self.took.append((started, time.monotonic() - started))
+            due = max(due + batch / self.rate, time.monotonic() - 1)
+            time.sleep(max(0.0, due - time.monotonic()))
+        if conn is not None:
+            conn.close()
+
+
+def delays(at: Site, seconds: float) -> list[float]:
+    """How long the jobs that ended in the last seconds had waited."""
+    query = "SELECT extract(epoch FROM started_at - created_at)::float FROM pgqueue.jobs_finished"
+    return at.db.values(f"{query} WHERE finished_at > now() - make_interval(secs => %s)", seconds) or [0.0]
+
+
+@fault(
+    "C35",
+    "a snapshot is held under load: by a report, then by an abandoned replication slot and a prepared transaction",
+    invariant="jobs do not wait longer, and nothing is left behind after it is let go",
+    alone=True,
+    budget=240,
+)
+def snapshot_is_held(verdict: Verdict, minute: bool) -> None:
+    rate, seconds = (200, 6.0) if minute else (400, 20.0)
+    settings = {"max_prepared_transactions": "2", "wal_level": "logical", "max_replication_slots": "2"}
+    with site(settings) as at, Stream(at.server.dsn, rate).running() as stream:
+        for name in ("a", "b"):
+            at.worker(name, threads=8, ready=False)
+        time.sleep(3 + seconds / 2)
+        figures = {"before": percentile(delays(at, seconds / 2), 0.99)}
+        for what, hold in (("report", report), ("slot and prepared", slot_and_prepared)):
+            with hold(at):
+                time.sleep(seconds)
+                figures[what] = percentile(delays(at, seconds / 2), 0.99)
+                dead = at.db.value("SELECT n_dead_tup FROM pg_stat_user_tables WHERE relname = 'jobs_live'")
+                verdict.figures[f"dead_rows_{what}"] = dead
+            verdict.faults[what] = 1
+        released = time.monotonic()
+        at.db.run("VACUUM pgqueue.jobs_live")
+        time.sleep(3)
+        figures["after"] = percentile(delays(at, 2), 0.99)
+        size = at.db.value("SELECT pg_total_relation_size('pgqueue.jobs_live')")
+        stream.stop()
+        wait(lambda: not at.db.value("SELECT count(*) FROM pgqueue.jobs_live"), "everything has ended", 60)
+        verdict.recovery = [time.monotonic() - released]
+        verdict.n = len(stream.acknowledged)
+        verdict.lost = verdict.n - at.db.statuses().get("completed", 0)
+        bound = max(0.25, 3 * figures["before"])
+        for what, p99 in figures.items():
+            verdict.expect(
+                p99 <= bound, f"{what}: p99 of waiting is {p99:.3f} s, before it was {figures['before']:.3f}"
+            )
+        verdict.figures |= {
+            "jobs_per_s": rate,
+            "wait_p99": {what: round(p99, 3) for what, p99 in figures.items()},
+            "live_table_mb": round(size / 2**20, 1),
+        }
+
+
+@contextmanager
+def report(at: Site) -> Iterator[None]:
+    with psycopg.connect(at.server.dsn) as conn:
+        conn.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        conn.execute("SELECT count(*) FROM pgqueue.jobs")
+        yield
+
+
+@contextmanager
+def slot_and_prepared(at: Site) -> Iterator[None]:
+    at.db.run("SELECT pg_create_logical_replication_slot('abandoned', 'pgoutput')")
+    with psycopg.connect(at.server.dsn, autocommit=True) as conn:
+        conn.execute("BEGIN")
+        conn.execute("CREATE TABLE public.forgotten (n int)")
+        conn.execute("PREPARE TRANSACTION 'forgotten'")
+    try:
+        yield
+    finally:
+        at.db.run("ROLLBACK PREPARED 'forgotten'")
+        at.db.run("SELECT pg_drop_replication_slot('abandoned')")
+
+
+@fault(
+    "C37",
+    "the schema goes back a version and forth again under load, with workers running and a long transaction open",
+    invariant="no enqueue stalls for long, no job is lost, no index is left invalid",
+    budget=240,
+)
+def migrate_under_load(verdict: Verdict, minute: bool) -> None:
+    rounds = 1 if minute else 3
+    with site() as at, Stream(at.server.dsn, 300 if minute else 1000).running() as stream:
+        head = migrate.head()
+        previous = f"r{int(head[1:]) - 1:04}"
+        for name in ("a", "b"):
+            at.worker(name, threads=8, ready=False)
+        wait(lambda: at.db.value("SELECT count(*) FROM pgqueue.workers WHERE listening") == 2, "both workers are there")
+        began = time.monotonic()
+        steps = [
+            lambda: migrate.down(at.server.dsn, previous),
+            lambda: migrate.up(at.server.dsn),
+            # What a later version may do, and in the way in which migrations do it.
+            lambda: alter(at, "ADD COLUMN chaos integer DEFAULT 7"),
+            lambda: alter(at, "DROP COLUMN chaos"),
+        ]
+        for step in steps * rounds:
+            with reader(at) as let_go:
+                threading.Timer(4, let_go).start()
+                try:
+                    step()
+                except Exception as error:
+                    verdict.problems.append(f"{type(error).__name__}: {error}"[:300])
+        stall = stream.longest(began)
+        stream.stop()
+        wait(lambda: not at.db.value("SELECT count(*) FROM pgqueue.jobs_live"), "everything has ended", 60)
+        invalid = at.db.values("SELECT indexrelid::regclass::text FROM pg_index WHERE NOT indisvalid")
+        verdict.n = len(stream.acknowledged)
+        verdict.lost = verdict.n - at.db.statuses().get("completed", 0)
+        verdict.faults = {"migrations": len(steps) * rounds}
+        verdict.expect(not invalid, f"invalid: {invalid}")
+        verdict.expect(not stream.refused, f"{len(stream.refused)} enqueues were refused: {set(stream.refused)}")
+        verdict.expect(stall < 3, f"an enqueue stalled for {stall:.1f} s")
+        verdict.expect(migrate.status(at.server.dsn).up_to_date, "it is not at its newest version")
+        verdict.figures |= {"longest_enqueue_s": round(stall, 2), "between": [previous, head]}
+
+
+def alter(at: Site, what: str) -> None:
+    with psycopg.connect(at.server.dsn) as conn:
+        for _ in range(migrate.TRIES):
+            try:
+                with conn.transaction():
+                    conn.execute(f"SET LOCAL lock_timeout = '{migrate.LOCK_TIMEOUT}'")
+                    conn.execute(f"ALTER TABLE pgqueue.jobs {what}")
+                return
+            except psycopg.errors.LockNotAvailable:
+                time.sleep(migrate.PAUSE)
+    raise TimeoutError(f"{what}: no lock")
+
+
+@contextmanager
+def reader(at: Site) -> Iterator[Callable[[], None]]:
+    """Somebody who has read the jobs and is still in the transaction."""
+    conn = psycopg.connect(at.server.dsn)
+    conn.execute("SELECT count(*) FROM pgqueue.jobs")
+    conn.execute("SELECT count(*) FROM pgqueue.workers")
+    try:
+        yield conn.close
+    finally:
+        conn.close()
+
+
+@fault(
+    "C40",
+    "completing, cancelling, retrying, editing, pruning, all of it on the same jobs at the same time",
+    invariant="no deadlock, and every job is in one place",
+    minute=True,
+    budget=180,
+)
+def everybody_at_once(verdict: Verdict, minute: bool) -> None:
+    seconds, jobs = (6.0, 300) if minute else (60.0, 1500)
+    with site({"log_lock_waits": "on", "deadlock_timeout": "200ms"}) as at:
+        for name in ("a", "b"):
+            at.worker(name, threads=8, ready=False)
+        ids = at.db.add_many("sleep", [{"seconds": 0.02}] * jobs, max_attempts=1)
+        until = time.monotonic() + seconds
+        acts: dict[str, int] = {}
+        errors: list[str] = []
+        statements = {
+            "cancel": "SELECT pgqueue.act_on_jobs(%s, 'cancel', 'chaos')",
+            "retry": "SELECT pgqueue.act_on_jobs(%s, 'retry', 'chaos')",
+            # Who locks several jobs does it in the order of their ids.
+            "edit": "SELECT pgqueue.edit_job(id, jsonb_build_object('priority', (random() * 10)::int)) FROM (SELECT id"
+            " FROM pgqueue.jobs WHERE id = ANY (%s) AND status IN ('pending', 'scheduled') ORDER BY id LIMIT 20) j",
+            "prune": "SELECT pgqueue.drop_partitions('1 day'), pgqueue.make_partitions(), cardinality(%s::bigint[])",
+        }
+
+        def act(name: str, statement: str, chance: random.Random) -> None:
+            with psycopg.connect(at.server.dsn, autocommit=True) as conn:
+                while time.monotonic() < until:
+                    some = chance.sample(ids, 60)
+                    try:
+                        conn.execute(statement, [some])
+                        acts[name] = acts.get(name, 0) + 1
+                    except psycopg.errors.DeadlockDetected:
+                        errors.append(f"{name}: deadlock")
+                    except psycopg.Error as error:
+                        # A job that was pending a moment ago is running now: that is no error of ours.
+                        if error.sqlstate != "PQ003":
+                            errors.append(f"{name}: {error}"[:200])
+
+        actors = [
+            threading.Thread(target=act, args=[name, statement, random.Random(f"{name}{n}")])
+            for name, statement in statements.items()
+            for n in range(1 if name == "prune" else 2)
+        ]
+        for actor in actors:
+            actor.start()
+        for actor in actors:
+            actor.join()
+        at.db.run("SELECT pgqueue.act_on_jobs(%s, 'retry', 'the end')", ids)
+        wait(lambda: not at.db.value("SELECT count(*) FROM pgqueue.jobs_live"), "everything has ended", 90)
+        deadlocks = at.db.value("SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()")
+        places = at.db.value("SELECT count(*) - count(DISTINCT id) FROM pgqueue.jobs")
+        verdict.n = jobs
+        verdict.faults = acts
+        verdict.lost = jobs - sum(at.db.statuses(ids).values())
+        verdict.duplicated = places
+        if deadlocks:
+            log = (at.folder / "pg" / "postgres.log").read_text()
+            verdict.problems.append(f"{deadlocks} deadlocks: {log[log.index('deadlock detected') :][:1500]}")
+        verdict.expect(not errors, f"{len(errors)} errors, such as {errors[:2]}")
+        verdict.figures |= {"deadlocks": deadlocks, "seconds_of_it": seconds}
+
+
+@fault(
+    "C38",
+    "PostgreSQL's disk is full, then free again",
+    invariant="no acknowledgement without a row, the API answers 503, all goes on when there is room",
+    budget=180,
+)
+def disk_is_full(verdict: Verdict, minute: bool) -> None:
+    with small_disk(320) as disk:
+        settings = {
+            "max_wal_size": "48MB",
+            "min_wal_size": "32MB",
+            "checkpoint_timeout": "30s",
+            "shared_buffers": "32MB",
+        }
+        server = start_postgres(disk / "pg", settings=settings)
+        try:
+            if not server.data_dir.is_relative_to(disk):
+                raise Skipped("the server's data are not on the small disk")
+            with tempfile.TemporaryDirectory(prefix="pgqueue-chaos-") as folder, on(server, Path(folder)) as at:
+                fill_and_free(verdict, at, disk, 8 if minute else 20)
+        finally:
+            server.stop("immediate")
+
+
+@contextmanager
+def small_disk(megabytes: int) -> Iterator[Path]:
+    """A file system of its own; only root can have one."""
+    if os.geteuid() != 0 or not os.path.exists("/dev/loop-control"):
+        raise Skipped("no loop devices, or not root")
+    mkfs = tool("/usr/sbin/mkfs.ext4:/sbin/mkfs.ext4", "mkfs.ext4")
+    with tempfile.TemporaryDirectory(prefix="pgqueue-disk-") as folder:
+        image, disk = Path(folder) / "image", Path(folder) / "disk"
+        with image.open("wb") as file:
+            file.truncate(megabytes << 20)
+        disk.mkdir()
+        subprocess.run([mkfs, "-q", "-m", "0", str(image)], check=True)
+        if subprocess.run(["mount", "-o", "loop", str(image), str(disk)], capture_output=True).returncode:
+            raise Skipped("no loop devices")
+        try:
+            Path(folder).chmod(0o711)
+            disk.chmod(0o711)
+            yield disk
+        finally:
+            subprocess.run(["umount", str(disk)], check=True)
+
+
+def fill_and_free(verdict: Verdict, at: Site, disk: Path, seconds: float) -> None:
+    from tests.api.conftest import api_process
+
+    answers: list[tuple[int, int | None]] = []
+    stop = threading.Event()
+    with api_process(at.server.dsn) as (api, _), Stream(at.server.dsn, 300, "write_nothing").running() as stream:
+
+        def post() -> None:
+            while not stop.is_set():
+                with suppress(OSError):
+                    answer = api("POST", "/api/v1/jobs", {"type": "write", "payload": {"key": "x" * 20_000}})
+                    answers.append((answer.status, answer.json.get("id") if answer.status < 300 else None))
+                time.sleep(0.05)
+
+        posting = threading.Thread(target=post, daemon=True)
+        posting.start()
+        at.worker("w", ready=False)
+        time.sleep(3)
+        ballast = disk / "ballast"
+        with ballast.open("wb", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(b"x" * (1 << 20))
+        with ballast.open("ab", buffering=0) as file, suppress(OSError):
+            while True:
+                file.write(b"x" * 4096)
+        before = len(answers)
+        time.sleep(seconds)
+        while_full = [status for status, _ in answers[before:]]
+        refused, free = len(stream.refused), shutil.disk_usage(disk).free
+        ballast.unlink()
+        freed = time.monotonic()
+        fell = not at.server._main_pid()
+        if fell:
+            at.server.restart()
+        at.db.again()
+        seen = len(answers)
+        wait(lambda: any(status < 300 for status, _ in answers[seen:]), "the API takes jobs again", 60)
+        verdict.recovery = [time.monotonic() - freed]
+        stop.set()
+        posting.join(30)
+        stream.stop()
+    wait(lambda: at.db.value("SELECT count(*) FROM pgqueue.jobs_live WHERE type = 'write'") == 0, "jobs run again", 90)
+    posted = {id for _, id in answers if id is not None}
+    acknowledged = posted | set(stream.acknowledged)
+    rows = set(at.db.values("SELECT id FROM pgqueue.jobs"))
+    done = set(at.db.values("SELECT job_id FROM public.effects"))
+    verdict.n = len(acknowledged)
+    verdict.faults = {"full disks": 1}
+    verdict.lost = len(acknowledged - rows) + len(posted - done)
+    verdict.duplicated = sum(n > 1 for n in at.db.how_often().values())
+    odd = {status for status, _ in answers} - {200, 201, 202, 503}
+    verdict.expect(not odd, f"the API answered {sorted(odd)}")
+    verdict.expect(refused or 503 in while_full, "nothing was refused: the disk was not full")
+    verdict.figures |= {
+        "api_503": sum(status == 503 for status in while_full),
+        "refused_while_full": refused,
+        "free_bytes_while_full": free,
+        "postgres_had_to_be_started": fell,
+    }
