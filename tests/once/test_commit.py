@@ -38,6 +38,7 @@ class Story:
 
     def app(self, *, sync: bool = False, once: bool = True, isolation: str | None = None, **options: Any) -> PgQueue:
         app = PgQueue()
+        loop = asyncio.get_running_loop()
         decorate = app.job("t", retry=NO_RETRY, once_per=["key"] if once else (), **options)
 
         async def in_loop(ctx: Context, key: str) -> None:
@@ -59,6 +60,9 @@ class Story:
             try:
                 with ctx.transaction_sync(isolation) as tx:
                     tx.execute(SEE, [key, ctx.id, ctx.lease_token])
+                    loop.call_soon_threadsafe(self.in_block.set)
+                    if self.waits:
+                        asyncio.run_coroutine_threadsafe(self.go_on.wait(), loop).result()
                     ctx.set_result({"by": ctx.id})
             except BaseException as error:
                 self.told[-1] = type(error).__name__
@@ -539,10 +543,12 @@ async def zombie(place: Place, runtime: Runtime, story: Story) -> dict[str, Any]
 FENCED = {"told": ["LeaseLost"], "status": "running", "effects": 0, "children": 0, "the thief's": True}
 
 
+@pytest.mark.parametrize("sync", [False, True], ids=["async", "thread"])
 @pytest.mark.parametrize("isolation", ISOLATIONS)
-async def test_a_lost_lease_takes_everything_back(arena: Arena, isolation: str) -> None:
+async def test_a_lost_lease_takes_everything_back(arena: Arena, isolation: str, sync: bool) -> None:
     story = Story(waits=True)
-    async with arena.place() as place, worker_inside(story.app(isolation=isolation), place.dsn) as runtime:
+    app = story.app(sync=sync, isolation=isolation)
+    async with arena.place() as place, worker_inside(app, place.dsn) as runtime:
         found = await zombie(place, runtime, story)
     if isolation != "read committed":
         # The row has changed under its snapshot: it is told to try again, and only then that the lease is lost.
