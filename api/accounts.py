@@ -21,9 +21,9 @@ NEW_USER = ("jobs:read", "jobs:write")
 class Passwords:
     """argon2id. Each takes 64 MiB for a moment, so only a few at a time."""
 
-    def __init__(self, at_once: int = 2) -> None:
-        self._hasher = PasswordHasher()
-        self._turns = asyncio.Semaphore(at_once)
+    def __init__(self, hasher: PasswordHasher | None = None) -> None:
+        self._hasher = hasher or PasswordHasher()
+        self._turns = asyncio.Semaphore(2)
         self._nobodys = ""
 
     async def hash(self, password: str) -> str:

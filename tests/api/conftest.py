@@ -17,7 +17,9 @@ from typing import Any
 import psycopg
 import pytest
 import uvicorn
+from argon2 import PasswordHasher
 
+from pgqueue.api.accounts import Passwords
 from pgqueue.api.app import State, create_app
 from pgqueue.api.auth import SCOPES, create_token
 from pgqueue.api.protocol import Protocol
@@ -100,6 +102,7 @@ class Api(Client):
 @contextmanager
 def served(settings: Settings, dsn: str) -> Iterator[Api]:
     app = create_app(settings, dsn)
+    app.state.pgqueue.passwords = Passwords(PasswordHasher(time_cost=1, memory_cost=64, parallelism=1))
     config = uvicorn.Config(
         app, port=0, log_config=None, access_log=False, server_header=False, lifespan="on", http=Protocol, ws="none"
     )

@@ -11,9 +11,11 @@ from typing import Any
 
 import jwt
 import pytest
+from click.testing import CliRunner, Result
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from jwt.algorithms import OKPAlgorithm
 
+from pgqueue import cli as pgqueue_cli
 from pgqueue.api.limits import Limiter
 from tests.api.conftest import SECRET, Api, environment, until
 
@@ -125,29 +127,32 @@ def test_guessing_is_slow(open_api: Api) -> None:
     assert int(open_api("POST", "/login", ANA, token="").headers["retry-after"]) > 0
 
 
+def cli(api: Api, *arguments: str, said: str = "", **environ: str) -> Result:
+    return CliRunner(env=environment(api.dsn, **environ)).invoke(pgqueue_cli.cli, arguments, input=said)
+
+
 def test_users_add(api: Api) -> None:
-    command = [sys.executable, "-m", "pgqueue", "users", "add", "op", "--scope", "jobs:read jobs:manage"]
-    given = {"env": environment(api.dsn), "capture_output": True, "text": True, "cwd": "/"}
-    done = subprocess.run([*command, "--queues", "mail*"], input="correct horse\n", **given)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    assert subprocess.run(command, input="correct horse\n", **given).returncode == 1, "the name is taken"
-    assert subprocess.run(command, input="short\n", **given).returncode == 2
+    command = ["users", "add", "op", "--scope", "jobs:read jobs:manage"]
+    done = cli(api, *command, "--queues", "mail*", said="correct horse\n")
+    assert (done.exit_code, done.stdout) == (0, ""), done.output
+    assert cli(api, *command, said="correct horse\n").exit_code == 1, "the name is taken"
+    assert cli(api, *command, said="short\n").exit_code == 2
     tokens = api("POST", "/login", {"username": "op", "password": "correct horse"}, token="").json
     me = api("GET", "/api/v1/me", token=tokens["access_token"]).json
     assert (me["subject"], me["scopes"], me["queues"]) == ("user:op", ["jobs:manage", "jobs:read"], ["mail*"])
 
 
 def test_token_create(api: Api) -> None:
-    command = [sys.executable, "-m", "pgqueue", "token", "create", "--scope", "jobs:read jobs:write", "--ttl", "1h"]
-    done = subprocess.run(command, env=environment(api.dsn), capture_output=True, text=True, cwd="/")
+    command = ["token", "create", "--scope", "jobs:read jobs:write", "--ttl", "1h"]
+    whole = [sys.executable, "-m", "pgqueue", *command]
+    done = subprocess.run(whole, env=environment(api.dsn), capture_output=True, text=True, cwd="/")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("\n") == 1, "the token alone"
     assert api("GET", "/failedJobs", token=done.stdout.strip()).status == 200
     for wrong in (["--scope", "root"], ["--ttl", "soon"], ["--ttl", "0"], ["--queues", "%"]):
-        assert subprocess.run([*command, *wrong], env=environment(api.dsn), capture_output=True).returncode == 2
-    weak = environment(api.dsn, JWT_SECRET="dev-secret-change-me-in-production")
-    refused = subprocess.run(command, env=weak, capture_output=True, text=True, cwd="/")
-    assert (refused.returncode, refused.stdout) == (1, "")
+        assert cli(api, *command, *wrong).exit_code == 2
+    refused = cli(api, *command, JWT_SECRET="dev-secret-change-me-in-production")
+    assert (refused.exit_code, refused.stdout) == (1, "")
     assert "openssl rand" in refused.stderr
     assert SECRET not in refused.stderr
 
@@ -176,25 +181,21 @@ def test_changing_the_password_ends_all_sessions(open_api: Api) -> None:
 
 
 def test_users_ls_passwd_rm(open_api: Api) -> None:
-    def users(*arguments: str, said: str | None = None) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "pgqueue", "users", *arguments]
-        given = {"env": environment(open_api.dsn), "capture_output": True, "text": True, "cwd": "/"}
-        return subprocess.run(command, input=said or "", **given)
-
     session = open_api("POST", "/signup", ANA, token="").json
-    assert json.loads(users("ls", "--json").stdout)[0]["sessions"] == 1
-    assert users("ls").stdout == "ana  jobs:read jobs:write  sessions 1\n"
-    assert users("passwd", "ANA", said="battery staple\n").returncode == 0
+    assert json.loads(cli(open_api, "users", "ls", "--json").stdout)[0]["sessions"] == 1
+    assert cli(open_api, "users", "ls").stdout == "ana  jobs:read jobs:write  sessions 1\n"
+    assert cli(open_api, "users", "passwd", "ANA", said="battery staple\n").exit_code == 0
     assert open_api("POST", "/login", ANA | {"password": "battery staple"}, token="").status == 200
     until(lambda: open_api("GET", "/jobs", token=session["access_token"]).status == 401)
-    for unknown in (users("passwd", "bob", said="battery staple\n"), users("rm", "bob")):
-        assert unknown.returncode == 1
+    for command in ("passwd", "rm"):
+        unknown = cli(open_api, "users", command, "bob", said="battery staple\n")
+        assert unknown.exit_code == 1
         assert "pgqueue users ls" in unknown.stderr
     session = open_api("POST", "/login", ANA | {"password": "battery staple"}, token="").json
-    assert users("rm", "ana").returncode == 0
+    assert cli(open_api, "users", "rm", "ana").exit_code == 0
     until(lambda: open_api("GET", "/jobs", token=session["access_token"]).status == 401)
     assert open_api("POST", "/refreshToken", {"refresh_token": session["refresh_token"]}, token="").status == 401
-    assert users("ls").stdout == ""
+    assert cli(open_api, "users", "ls").stdout == ""
 
 
 def test_tokens_are_listed_and_revoked(api: Api) -> None:
@@ -226,9 +227,6 @@ def test_where_others_sign_nobody_logs_in(serve: Any, tmp_path: Path) -> None:
         made = api("POST", "/api/v1/tokens", {"subject": "s", "scopes": ["admin"]}, token=token)
         assert (made.status, "set JWT_SECRET" in made.json["error"]) == (403, True)
         assert api.value("SELECT count(*) FROM pgqueue.users") == 0
-    environ = environment("", PGQUEUE_JWKS_FILE=str(file)) | {"JWT_SECRET": "", "PGQUEUE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "pgqueue", "token", "create"], env=environ, capture_output=True, text=True, cwd="/"
-    )
-    assert done.returncode == 1
-    assert "private keys" in done.stderr
+        done = cli(api, "token", "create", JWT_SECRET="", PGQUEUE_JWKS_FILE=str(file), PGQUEUE_DIR=str(tmp_path))
+        assert done.exit_code == 1
+        assert "private keys" in done.stderr

@@ -124,6 +124,7 @@ def call_all_routes(api: Api) -> None:
         "/api/v1/jobs/{id}/resolve": {"outcome": "retry"},
         "/api/v1/tokens": {"subject": "s", "scopes": ["jobs:read"]},
         "/api/v1/tokens/revoke": {"jti": "j"},
+        "/api/v1/me/password": {"password": "wrong", "new_password": "another one"},
     }
     for endpoint in TABLE:
         if endpoint.media == "text/event-stream" or endpoint.method == "DELETE":
