@@ -2,6 +2,7 @@
 
 import io
 import re
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ LOCK_TIMEOUT = "1s"
 TRIES = 15
 PAUSE = 2.0
 
+_one_at_a_time = threading.Lock()
+"""Alembic keeps what it is doing in a module, for the whole process."""
 _VERSIONS = Path(__file__).parent / "migrations" / "versions"
 _HAS_TABLE = "SELECT to_regclass('pgqueue.alembic_version') IS NOT NULL"
 _CURRENT = "SELECT version_num FROM pgqueue.alembic_version"
@@ -105,7 +108,8 @@ def _run(command: str, revision: str, dsn: str | None, output_buffer: io.StringI
     config.set_main_option("script_location", "pgqueue:migrations")
     config.attributes["dsn"] = dsn
     try:
-        getattr(alembic, command)(config, revision, sql=dsn is None)
+        with _one_at_a_time:
+            getattr(alembic, command)(config, revision, sql=dsn is None)
     except CommandError as error:
         raise PgQueueError(str(error)) from error
     except DBAPIError as error:

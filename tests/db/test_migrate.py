@@ -4,7 +4,9 @@ import importlib
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psycopg
 import pytest
@@ -139,3 +141,19 @@ def test_revisions_are_one_chain_named_like_their_files() -> None:
         assert version.down_revision == previous
         previous = version.revision
     assert previous == migrate.head()
+
+
+def test_two_threads_migrate_two_databases(server: PostgresServer) -> None:
+    """Alembic's own state is that of the process."""
+    names = [f"threaded_{number}" for number in range(3)]
+    with psycopg.connect(server.dsn, autocommit=True) as conn:
+        for name in names:
+            conn.execute(f"CREATE DATABASE {name}")
+        dsns = [urlsplit(server.dsn)._replace(path=f"/{name}").geturl() for name in names]
+        try:
+            with ThreadPoolExecutor() as threads:
+                list(threads.map(migrate.up, dsns))
+            assert all(migrate.status(dsn).up_to_date for dsn in dsns)
+        finally:
+            for name in names:
+                conn.execute(f"DROP DATABASE {name} WITH (FORCE)")
