@@ -312,7 +312,7 @@ class Fleet:
     def close(self) -> None:
         """Ends them all; a process that outlives its worker is an error."""
         for worker in self.workers:
-            print(worker.tail(20))
+            print(worker.tail(20), file=sys.stderr)
         leaders = {worker.pid for worker in self.workers if worker.process.poll() is None}
         ours = {pid for pid, command in self.members().items() if pid in leaders or "pgqueue worker" in command}
         for pid in ours:

@@ -115,9 +115,9 @@ def add(db: Database, kind: str, keys: list[str]) -> dict[str, int]:
     invariant="jobs and effects agree, nothing is skipped because Redis remembers it; synchronous: nothing lost",
     budget=180,
 )
-def failover(verdict: Verdict, minute: bool) -> None:
+def failover(verdict: Verdict, small: bool) -> None:
     for synchronous in (False, True):
-        lose_primary(verdict, synchronous, 20 if minute else 60)
+        lose_primary(verdict, synchronous, 20 if small else 60)
 
 
 def lose_primary(verdict: Verdict, synchronous: bool, number: int) -> None:
@@ -232,9 +232,9 @@ def judge_failover(
     invariant="nothing is skipped because Redis remembers it, nobody waits for leases of then, new ids are new",
     budget=240,
 )
-def restore(verdict: Verdict, minute: bool) -> None:
-    from_dump(verdict, 20 if minute else 100)
-    to_a_moment_ago(verdict, 20 if minute else 100)
+def restore(verdict: Verdict, small: bool) -> None:
+    from_dump(verdict, 20 if small else 100)
+    to_a_moment_ago(verdict, 20 if small else 100)
 
 
 def before_and_after(at: Site, url: str, number: int, snapshot: object) -> tuple[dict[str, int], list[int]]:

@@ -85,8 +85,8 @@ def delays(at: Site, seconds: float) -> list[float]:
     alone=True,
     budget=240,
 )
-def snapshot_is_held(verdict: Verdict, minute: bool) -> None:
-    rate, seconds = (200, 6.0) if minute else (400, 20.0)
+def snapshot_is_held(verdict: Verdict, small: bool) -> None:
+    rate, seconds = (200, 6.0) if small else (400, 20.0)
     settings = {"max_prepared_transactions": "2", "wal_level": "logical", "max_replication_slots": "2"}
     with site(settings) as at, Stream(at.server.dsn, rate).running() as stream:
         for name in ("a", "b"):
@@ -150,9 +150,9 @@ def slot_and_prepared(at: Site) -> Iterator[None]:
     invariant="no enqueue stalls for long, no job is lost, no index is left invalid",
     budget=240,
 )
-def migrate_under_load(verdict: Verdict, minute: bool) -> None:
-    rounds = 1 if minute else 3
-    with site() as at, Stream(at.server.dsn, 300 if minute else 1000).running() as stream:
+def migrate_under_load(verdict: Verdict, small: bool) -> None:
+    rounds = 1 if small else 3
+    with site() as at, Stream(at.server.dsn, 300 if small else 1000).running() as stream:
         head = migrate.head()
         previous = f"r{int(head[1:]) - 1:04}"
         for name in ("a", "b"):
@@ -219,8 +219,8 @@ def reader(at: Site) -> Iterator[Callable[[], None]]:
     minute=True,
     budget=180,
 )
-def everybody_at_once(verdict: Verdict, minute: bool) -> None:
-    seconds, jobs = (6.0, 300) if minute else (60.0, 1500)
+def everybody_at_once(verdict: Verdict, small: bool) -> None:
+    seconds, jobs = (6.0, 300) if small else (60.0, 1500)
     with site({"log_lock_waits": "on", "deadlock_timeout": "200ms"}) as at:
         for name in ("a", "b"):
             at.worker(name, threads=8, ready=False)
@@ -281,7 +281,7 @@ def everybody_at_once(verdict: Verdict, minute: bool) -> None:
     invariant="no acknowledgement without a row, the API answers 503, all goes on when there is room",
     budget=180,
 )
-def disk_is_full(verdict: Verdict, minute: bool) -> None:
+def disk_is_full(verdict: Verdict, small: bool) -> None:
     with small_disk(320) as disk:
         settings = {
             "max_wal_size": "48MB",
@@ -294,7 +294,7 @@ def disk_is_full(verdict: Verdict, minute: bool) -> None:
             if not server.data_dir.is_relative_to(disk):
                 raise Skipped("the server's data are not on the small disk")
             with tempfile.TemporaryDirectory(prefix="pgqueue-chaos-") as folder, on(server, Path(folder)) as at:
-                fill_and_free(verdict, at, disk, 8 if minute else 20)
+                fill_and_free(verdict, at, disk, 8 if small else 20)
         finally:
             server.stop("immediate")
 

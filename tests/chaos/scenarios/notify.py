@@ -17,7 +17,7 @@ from tests.worker.processes import wait
     invariant="every enqueue goes through; workers poll; all is as before when it has gone",
     minute=True,
 )
-def notifications_fill_up(verdict: Verdict, minute: bool) -> None:
+def notifications_fill_up(verdict: Verdict, small: bool) -> None:
     with site({"max_notify_queue_pages": "64"}) as at:
         at.worker("w", env={"PGQUEUE_POLL_INTERVAL": "1"})
         with psycopg.connect(at.server.dsn, autocommit=True) as listener:
@@ -26,12 +26,12 @@ def notifications_fill_up(verdict: Verdict, minute: bool) -> None:
             listener.execute("SELECT 1")
             chatter = fill(at)
             usage = at.db.value("SELECT pg_notification_queue_usage()")
-            refused, waits = enqueue(at, 8 if minute else 100)
+            refused, waits = enqueue(at, 8 if small else 100)
             listener.execute("COMMIT")
         healed = time.monotonic()
         wait(lambda: at.db.is_idle("w"), "it listens again", 40)
         wait(lambda: max(enqueue(at, 3)[1]) < 0.3, "workers are woken again", 40)
-        verdict.n = 8 if minute else 100
+        verdict.n = 8 if small else 100
         verdict.faults = {"notifications of others": chatter}
         verdict.lost = refused
         verdict.recovery = [time.monotonic() - healed]
@@ -72,10 +72,9 @@ def enqueue(at: Site, jobs: int) -> tuple[int, list[float]]:
     "C23",
     "a commit with a NOTIFY hangs, and holds the lock that all NOTIFYs of the server need",
     invariant="within seconds enqueues go through without NOTIFY; all is as before when it has ended",
-    minute=True,
 )
-def commit_with_notify_hangs(verdict: Verdict, minute: bool) -> None:
-    seconds = 12 if minute else 30
+def commit_with_notify_hangs(verdict: Verdict, small: bool) -> None:
+    seconds = 12 if small else 30
     with site() as at:
         at.db.run("ALTER SYSTEM SET synchronous_standby_names = 'ghost'")
         # Only who asks for it waits for the standby.
@@ -149,7 +148,7 @@ def produce(dsn: str, until: float, took: list[float], stuck: list[float]) -> No
     invariant="stored or refused in plain words, never by NOTIFY's limits",
     minute=True,
 )
-def too_long_for_notify(verdict: Verdict, minute: bool) -> None:
+def too_long_for_notify(verdict: Verdict, small: bool) -> None:
     with site({"max_prepared_transactions": "5"}) as at:
         at.worker("w")
         megabyte = {"text": "x" * (1 << 20 - 1)}

@@ -16,8 +16,8 @@ from tests.worker.processes import LEASE, wait
     "workers freeze past their lease after they have called a provider that honours keys",
     invariant="one effect a job, one key for all its calls",
 )
-def zombies_call_outside(verdict: Verdict, minute: bool) -> None:
-    jobs = 24 if minute else 120
+def zombies_call_outside(verdict: Verdict, small: bool) -> None:
+    jobs = 24 if small else 120
     with site() as at:
         first = at.worker("zombie", threads=8)
         ids = at.db.add_many("call", [{"key": f"k{n}", "after": 0.8} for n in range(jobs)])
@@ -57,11 +57,11 @@ def done(at: Site, ids: list[int]) -> bool:
     "jobs of ten leases; every second heartbeat vanishes, then three in a row",
     invariant="no live worker's job is rescued",
 )
-def heartbeats_vanish(verdict: Verdict, minute: bool) -> None:
+def heartbeats_vanish(verdict: Verdict, small: bool) -> None:
     # The lease is not that short: reconnecting on a busy machine takes its time, too.
     lease = 6.0
     settings = {"PGQUEUE_LEASE_TIMEOUT": f"{lease}", "PGQUEUE_HEARTBEAT_INTERVAL": "2"}
-    seconds = lease * (2 if minute else 10)
+    seconds = lease * (2 if small else 10)
     with site() as at, Cable(at.server.dsn).running() as cable:
         at.worker("long", dsn=cable.dsn, threads=50, env=settings)
         at.worker("vulture", env=settings)
@@ -100,7 +100,7 @@ def heartbeats_vanish(verdict: Verdict, minute: bool) -> None:
     "the listener's connection falls silent, without a word",
     invariant="noticed within 15 s, polling meanwhile, woken again after",
 )
-def listener_goes_deaf(verdict: Verdict, minute: bool) -> None:
+def listener_goes_deaf(verdict: Verdict, small: bool) -> None:
     with site() as at, Cable(at.server.dsn).running() as cable:
         at.worker("w", env={"PGQUEUE_LISTEN_URL": cable.dsn, "PGQUEUE_POLL_INTERVAL": "1"})
         before = pick_ups(at, 20)
@@ -139,8 +139,8 @@ def pick_ups(at: Site, jobs: int) -> list[float]:
 
 
 @fault("C19", "every answer of PostgreSQL takes 100 ms longer", invariant="no lease lost; few round trips a job")
-def far_away(verdict: Verdict, minute: bool) -> None:
-    jobs = 1000 if minute else 5000
+def far_away(verdict: Verdict, small: bool) -> None:
+    jobs = 1000 if small else 5000
     with site() as at, Cable(at.server.dsn).running() as cable:
         at.worker("far", dsn=cable.dsn, threads=32)
         cable.delay = 0.05
