@@ -1,14 +1,15 @@
 """Claiming: lanes, floors and the sweep.
 
 A lane is one (queue, priority). Within a lane jobs stand in the order of `seq`, and new ones are always at its end,
-because a job takes a new `seq` each time it becomes ready. So a worker remembers for each lane the highest `seq` that
-it has claimed, its floor, and looks for more only from there on. Without floors, every claim would wade again through
-the index entries of jobs that are already done, and those cannot be cleaned away while anybody holds a snapshot open.
+because a job takes a new `seq` each time it becomes ready. So a worker remembers for each lane a floor, a little below
+the highest `seq` that it has claimed, and looks for more only from there on. Without floors, every claim would wade
+again through the index entries of jobs that are already done, and those cannot be cleaned away while anybody holds a
+snapshot open.
 
-Below a floor, a job can stand only if its transaction committed late or rolled back a claim. The sweep, which looks
-everywhere and without floors, finds those, and the lanes that the worker does not know yet. It takes no more than it
-may, but tells where each lane begins, and that is the lane's floor from then on, be it higher or lower. It runs when a
-claim comes back short and at least every second; one that was not cheap has to wait until it is 5 % of the time.
+Below a floor, a job can stand only if its transaction committed very late or rolled back a claim. The sweep, which
+looks everywhere and without floors, finds those, and the lanes that the worker does not know yet. It takes no more
+than it may, but tells where each lane begins, and that is the lane's floor from then on, be it higher or lower. It runs
+when a claim comes back short and at least every second; one that was not cheap has to wait until it is 5 % of the time.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ SWEEP_EVERY = 0.9
 CHEAP_SWEEP = 0.005
 SWEEP_SHARE = 0.05
 FORGET_LANE_AFTER = 60.0
+BEHIND = 256
+"""A floor stays so far behind the highest `seq` claimed: of producers that commit side by side, one that took a lower
+number may commit later, and its job should not have to wait for a sweep."""
 
 
 class Claimed(NamedTuple):
@@ -90,8 +94,7 @@ class Lanes:
     def learn(self, jobs: Sequence[Claimed], now: float) -> None:
         """From jobs in the order in which they should run: the last of a lane has its highest `seq`."""
         for lane, seq in {(job.queue, job.priority): job.seq for job in jobs}.items():
-            if seq > self.floors.get(lane, -1):
-                self.floors[lane] = seq
+            self.floors[lane] = max(self.floors.get(lane, 0), seq - BEHIND)
             self.seen[lane] = now
 
     def forget(self, now: float) -> None:

@@ -195,3 +195,15 @@ async def higher_priority(conn, turn):
 
 
 STORIES = (late_commit, late_bulk, claim_rolled_back, claimer_killed, new_queue, parked_elsewhere, new_priority)
+
+
+async def test_of_producers_side_by_side_the_later_one_needs_no_sweep(dsn, conn):
+    """It took the lower number, and committed after the other one's job had been claimed."""
+    worker = await MiniWorker(conn, types=["t"]).register()
+    await add(conn, NewJob(type="t"))
+    assert len(await worker.claim()) == 1
+    async with await psycopg.AsyncConnection.connect(dsn) as late:
+        await late.execute("INSERT INTO pgqueue.jobs (type) VALUES ('t')")
+        await add(conn, NewJob(type="t"))
+        assert len((await claim.claim(conn, worker.who, worker.lanes, 10)).jobs) == 1
+    assert len((await claim.claim(conn, worker.who, worker.lanes, 10)).jobs) == 1
