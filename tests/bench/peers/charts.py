@@ -24,11 +24,11 @@ text { font: 12px system-ui, sans-serif; fill: #1f2328 } .title { font-weight: 6
 """
 
 
-def bars(title: str, figures: dict[str, Found], columns: Sequence[Column], digits: int = 0) -> str:
-    """Each peer's medians, longest first by the first column, with lines from the least to the most of the rounds."""
+def bars(title: str, figures: dict[str, Found], columns: Sequence[Column], *, least: bool = False) -> str:
+    """Each peer's medians with lines from the least to the most of the rounds; the best in the first column on top."""
     values = {name: [column.values(figures, name) for column in columns] for name in PEERS}
     values = {name: found for name, found in values.items() if any(found)}
-    names = sorted(values, key=lambda name: -median(values[name][0] or [0]))
+    names = sorted(values, key=lambda name: median(values[name][0] or [0]), reverse=not least)
     top = max(max(each, default=0) for found in values.values() for each in found) or 1
     scale = (WIDTH - LABEL - RIGHT) / top
     y = 36
@@ -38,7 +38,7 @@ def bars(title: str, figures: dict[str, Found], columns: Sequence[Column], digit
         shapes.append(_text(LABEL - 8, y + height / 2 + 2, name, anchor="end", bold=name == "pgqueue"))
         for place, each in enumerate(values[name]):
             if each:
-                shapes += _bar(y + place * ROW, each, scale, COLOURS[place], digits)
+                shapes += _bar(y + place * ROW, each, scale, COLOURS[place], columns[place].digits)
         y += height + 8
     return _svg(y + 8, shapes)
 

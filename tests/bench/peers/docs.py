@@ -57,8 +57,8 @@ def drawn(figures: dict[str, Any]) -> dict[str, str]:
         "latency": charts.bars(
             "Commit to handler, ms",
             figures,
-            [Column("p50", "latency, idle", "p50"), Column("p99", "latency, idle", "p99")],
-            1,
+            [Column("p50", "latency, idle", "p50", 1), Column("p99", "latency, idle", "p99", 1)],
+            least=True,
         ),
         "enqueue": charts.bars("Enqueue by the call for many, jobs per second", figures, [Column("", "enqueue, many")]),
     }

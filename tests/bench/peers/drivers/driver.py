@@ -24,7 +24,7 @@ PART = int(os.environ.get("BENCH_PART", "20000"))
 LEASE = os.environ.get("BENCH_LEASE")
 """Seconds after which a dead worker's jobs should be taken over; None: as the peer ships."""
 HELD = 3600
-SENDERS = 8
+SENDERS = int(os.environ.get("BENCH_SENDERS", "8"))
 
 _counter = itertools.count(1)
 
