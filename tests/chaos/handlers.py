@@ -80,6 +80,17 @@ async def zombie(ctx: Context, key: str, does: str, seconds: float = 0.5) -> Sno
     return None
 
 
+@app.job(retry=RETRY)
+def zombie_thread(ctx: Context, key: str, does: str, seconds: float = 0.5) -> None:
+    """The same in a thread."""
+    began = time.monotonic()
+    time.sleep(seconds)
+    if does == "fail" and time.monotonic() - began > 2 * seconds + 1:
+        raise ValueError("a zombie's failure")
+    with ctx.transaction_sync() as tx:
+        tx.execute(ROW, [key, ctx.id, ctx.lease_token])
+
+
 def is_first(marker: str) -> bool:
     try:
         Path(marker).touch(exist_ok=False)

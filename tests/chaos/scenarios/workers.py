@@ -38,12 +38,12 @@ async def c3(lab: Lab) -> Verdict:
     ground = await lab.ground()
     monitor = await lab.monitor(ground)
     zombies, threads = lab.size(20, 200, 400), 20
-    does = cycle(("complete", "fail", "snooze", "enqueue", "step"))
+    does = cycle([*(("zombie", what) for what in ("complete", "fail", "snooze", "enqueue", "step")), *THREADS])
     for _ in range(zombies // threads):
         frozen = lab.worker(ground, threads=threads)
         await ground.worker_of(frozen)
-        jobs = [("zombie", {"key": key, "does": next(does)}) for key in lab.keys(threads)]
-        await lab.produce(ground, jobs)
+        some = zip(lab.keys(threads), does, strict=False)
+        await lab.produce(ground, [(type, {"key": key, "does": what}) for key, (type, what) in some])
         await until(lambda: is_number(ground, RUNNING, threads), "they all run")
         frozen.send(signal.SIGSTOP)
         healthy = lab.worker(ground, threads=threads)
@@ -59,11 +59,14 @@ async def c3(lab: Lab) -> Verdict:
     verdict.faults = {"zombies": zombies}
     verdict.figures |= {"effects": await ground.value("SELECT count(*)::int FROM public.effects"), "fenced": fenced}
     left = await ground.value(
-        "SELECT (SELECT count(*) FROM pgqueue.steps) + (SELECT count(*) FROM pgqueue.jobs WHERE type <> 'zombie')"
+        "SELECT count(*) + (SELECT count(*) FROM pgqueue.jobs WHERE type = 'effect') FROM pgqueue.steps"
     )
     verdict.expect(left == 0, f"{left} steps or jobs of zombies are left")
     verdict.expect(fenced == zombies, f"{fenced} were fenced")
     return verdict
+
+
+THREADS = [("zombie_thread", "complete"), ("zombie_thread", "fail")]
 
 
 async def is_number(ground: Ground, query: str, number: int) -> bool:
