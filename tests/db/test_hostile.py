@@ -769,6 +769,21 @@ async def test_an_attempt_count_at_its_end(conn):
     assert (await read.get_job(conn, id)).attempt == 0
 
 
+@pytest.mark.parametrize("column", ["attempt", "lost"])
+async def test_a_count_beyond_its_end_harms_nobody_else(conn, column):
+    """Only the owner of the tables can write such a number; then it must not stop finishing, nor rescue."""
+    ids = await add(conn, *[NewJob(type="t")] * 3)
+    await conn.execute(f"UPDATE pgqueue.jobs_live SET {column} = 2147483647 WHERE id = %s", [ids[1]])
+    worker = await MiniWorker(conn).register()
+    await worker.claim()
+    await conn.execute("UPDATE pgqueue.workers SET expires_at = now() - interval '1 s'")
+    assert (await rescue.rescue(conn)).jobs == 3
+    again = await MiniWorker(conn).register()
+    jobs = await again.claim()
+    ended = await again.complete(jobs)
+    assert {ids[0], ids[2]} <= ended
+
+
 async def test_duplicates_use_up_nothing(conn, dsn):
     place = await value(conn, "SELECT last_value FROM pgqueue.ready")
     async with connected_as("producer", dsn) as producer:

@@ -121,6 +121,18 @@ async def test_every_owner_write_is_fenced(conn):
     assert await statuses(conn) == {"running": 1}
 
 
+async def test_a_clock_that_is_set_back_keeps_no_dead_worker_alive(conn):
+    await add(conn, NewJob(type="t"))
+    dead = await MiniWorker(conn).register(lease_timeout=30)
+    assert len(await dead.claim()) == 1
+    # As if its last heartbeat had been sent two hours from now.
+    later = "UPDATE pgqueue.workers SET heartbeat_at = heartbeat_at + %s, expires_at = expires_at + %s"
+    await conn.execute(later, ["2 hours", "2 hours"])
+    assert await rescue.rescue(conn) == rescue.Rescued(0, 0)
+    left = await value(conn, "SELECT extract(epoch FROM expires_at - clock_timestamp()) FROM pgqueue.workers")
+    assert 25 < left <= 30, "its lease is as long as a lease is"
+
+
 async def test_rescue_takes_only_what_no_live_worker_owns(conn):
     await add(conn, *[NewJob(type="t") for _ in range(4)])
     alive = await MiniWorker(conn).register()
