@@ -15,7 +15,7 @@ import psycopg
 from psycopg.rows import dict_row
 
 from pgqueue import migrate
-from pgqueue.embedded import PostgresServer, start_postgres
+from pgqueue.embedded import PostgresServer, ValkeyServer, start_postgres, start_valkey
 from tests.conftest import _ram_disk
 from tests.once import handlers
 from tests.once.handlers import Sink
@@ -92,7 +92,7 @@ class Place:
             if time.monotonic() > deadline:
                 logs = "\n".join(one.told() for one in processes)
                 raise AssertionError(f"not ended: {unended}\n{logs}")
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.05)
         jobs = await self.rows("SELECT * FROM pgqueue.jobs WHERE id = ANY(%s) ORDER BY id", list(ids))
         assert len(jobs) == len(set(ids)), f"of {ids} only {[job['id'] for job in jobs]} are left"
         return jobs
@@ -122,5 +122,15 @@ def started_arena(settings: dict[str, str] | None = None, port: int | None = Non
             with psycopg.connect(arena.dsn(TEMPLATE), autocommit=True) as conn:
                 conn.execute(handlers.SEEN)
             yield arena
+        finally:
+            server.stop()
+
+
+@contextmanager
+def started_valkey() -> Iterator[ValkeyServer]:
+    with tempfile.TemporaryDirectory(prefix="pgqueue-valkey-") as directory:
+        server = start_valkey(Path(directory))
+        try:
+            yield server
         finally:
             server.stop()

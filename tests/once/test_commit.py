@@ -275,6 +275,7 @@ async def test_a_worker_that_stops_does_not_wait_for_ever(arena: Arena, nursery:
 # Isolation
 
 
+@pytest.mark.together
 @pytest.mark.parametrize("sync", [False, True], ids=["async", "thread"])
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 async def test_what_the_worker_writes_meanwhile_does_not_disturb(arena: Arena, isolation: str, sync: bool) -> None:
@@ -314,6 +315,7 @@ async def test_what_the_worker_writes_meanwhile_does_not_disturb(arena: Arena, i
         assert beats == 1
 
 
+@pytest.mark.together
 async def test_handlers_that_hold_every_connection_do_not_cost_their_leases(arena: Arena) -> None:
     """There is one for each of the four. The heartbeat has its own, and the lease is shorter than they are held."""
     calls: list[int] = []

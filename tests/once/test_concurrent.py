@@ -28,7 +28,7 @@ from pgqueue.errors import KeyReused
 from pgqueue.idempotency import BUDGET, FAILURES, L1
 from tests.api.conftest import Api, api_process
 from tests.once import handlers
-from tests.once.arena import Arena, Place
+from tests.once.arena import Arena, Place, started_valkey
 from tests.once.inside import worker_inside
 from tests.once.nursery import Nursery, Process
 from tests.once.proxy import proxied
@@ -197,7 +197,7 @@ async def end(workers: list[Process]) -> None:
 # Executions
 
 DIFFERENT = 20
-SAME = 25
+SAME = 10
 TYPES = ("in_transaction", "unkeyed")
 
 
@@ -335,10 +335,9 @@ async def trouble(kind: type[Trouble], valkey: ValkeyServer, keys: list[tuple[st
             trouble.after()
 
 
+@pytest.mark.together
 @pytest.mark.parametrize("kind", TROUBLES)
-async def test_one_effect_a_key_whatever_redis_does(
-    arena: Arena, nursery: Nursery, valkey: ValkeyServer, kind: type[Trouble]
-) -> None:
+async def test_one_effect_a_key_whatever_redis_does(arena: Arena, nursery: Nursery, kind: type[Trouble]) -> None:
     keys = [(TYPES[n % 2], f"key {n}") for n in range(DIFFERENT)]
     async with arena.place() as place:
         jobs = keys * SAME
@@ -346,12 +345,13 @@ async def test_one_effect_a_key_whatever_redis_does(
         rows = [(type, Jsonb({"key": key})) for type, key in jobs]
         async with place.conn.cursor() as cursor:
             await cursor.executemany("INSERT INTO pgqueue.jobs (type, payload) VALUES (%s, %s)", rows)
-        async with trouble(kind, valkey, keys) as url:
-            workers = [nursery.worker(place.dsn, REDIS_URL=url, **place.env) for _ in range(3)]
-            try:
-                await idle(place, workers)
-            finally:
-                await end(workers)
+        with started_valkey() as valkey:
+            async with trouble(kind, valkey, keys) as url:
+                workers = [nursery.worker(place.dsn, REDIS_URL=url, **place.env) for _ in range(3)]
+                try:
+                    await idle(place, workers)
+                finally:
+                    await end(workers)
         effects = Counter([row["key"] for row in await place.rows("SELECT key FROM public.seen")])
         effects += Counter(place.sink.all("effects"))
         assert effects == {key: 1 for _, key in keys}
