@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from functools import cache
 from importlib import import_module
@@ -31,11 +30,11 @@ SUPPORTED = (
 
 
 async def add_job(conn: Any, job: NewJob) -> Added:
-    return _added(await _run(conn, SQL.add_job, asdict(job)))[0]
+    return _added(await _run(conn, SQL.add_job, job.parameters()))[0]
 
 
 def add_job_sync(conn: Any, job: NewJob) -> Added:
-    return _added(_run_sync(conn, SQL.add_job, asdict(job)))[0]
+    return _added(_run_sync(conn, SQL.add_job, job.parameters()))[0]
 
 
 async def add_jobs(conn: Any, jobs: Sequence[NewJob]) -> list[Added]:

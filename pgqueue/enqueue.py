@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from pgqueue.db import Connection, array_of_texts, translated
@@ -21,7 +20,7 @@ class Added(NamedTuple):
 async def add_job(conn: Connection, job: NewJob) -> Added:
     with translated():
         failpoint("enqueue.before")
-        cursor = await conn.execute(SQL.add_job, asdict(job), prepare=False)
+        cursor = await conn.execute(SQL.add_job, job.parameters(), prepare=False)
         row = await cursor.fetchone()
     failpoint("enqueue.after")
     assert row is not None

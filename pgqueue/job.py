@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
+from typing import Any
 from uuid import UUID
 
 
@@ -61,6 +62,10 @@ class NewJob:
     """Seconds for which the key is remembered."""
     tags: list[str] = field(default_factory=list)
     name: str | None = None
+
+    def parameters(self) -> dict[str, Any]:
+        """For add_job.sql; asdict() copies deeply, which took a tenth of what adding a job costs its producer."""
+        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(slots=True)
