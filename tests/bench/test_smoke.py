@@ -41,8 +41,8 @@ def test_peers(server: PostgresServer) -> None:
     others = [peer for peer in registry.PEERS.values() if peer.installed and not isinstance(peer, Here)]
     peers = [registry.PEERS["pgqueue"], registry.PEERS["floor"], *others[:1]]
     with runner.sites(server, peers) as sites:
-        run = runner.Run(sites, runner.TINY)
-        run.short()
+        run = runner.Run(sites, runner.TINY, jobs={peer.name: 100 for peer in peers})
+        run.calibrated()
     assert not run.results.missing
     assert all(run.results.figures["drain, 2 processes"][peer.name][0]["jobs/s"] > 0 for peer in peers)
     assert len(report.tables(run.results.figures)) == report.SHORT

@@ -54,6 +54,8 @@ def main() -> None:
         print(f"{name}: {ratio:.2f} of the floor, kept {kept.get(name, '–')}")
     if options.keep:
         KEPT.write_text(json.dumps(found, indent=1) + "\n")
+    elif not kept:
+        sys.exit("no ratios are kept yet: python -m tests.bench.peers.check --keep, on a quiet machine")
     elif slower := fallen(found, kept):
         sys.exit(f"slower by more than a fifth: {', '.join(slower)}")
 

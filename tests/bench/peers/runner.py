@@ -164,6 +164,9 @@ class Run:
     def short(self) -> None:
         """Drains, enqueues and latency, after a calibration that says how many jobs each peer gets."""
         self.rounds("calibration", self._calibrate, self.sites, 1)
+        self.calibrated()
+
+    def calibrated(self) -> None:
         ready = [site for site in self.sites if site.peer.name in self.jobs]
         for turn in range(self.sizes.rounds):
             for site in ready if turn % 2 == 0 else reversed(ready):
