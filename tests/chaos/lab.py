@@ -19,6 +19,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count
@@ -140,6 +141,8 @@ class Lab:
         self.folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=suite.folder))
         self.ledger = Ledger(self.folder)
         self.processes: list[Process] = []
+        self.refused: Counter[str] = Counter()
+        """What producers were told instead of an acknowledgement, by SQLSTATE."""
         self.stack = stack
         self._sink: Sink | None = None
         self._numbers = count(1)
@@ -266,7 +269,8 @@ class Lab:
                     )
                 await conn.commit()
                 self.ledger.acknowledge(keys)
-            except (psycopg.OperationalError, psycopg.InternalError):
+            except (psycopg.OperationalError, psycopg.InternalError) as error:
+                self.refused[error.sqlstate or "cut"] += 1
                 await conn.close()
         if conn is not None:
             await conn.close()

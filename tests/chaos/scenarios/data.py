@@ -106,6 +106,7 @@ async def x4(lab: Lab) -> Verdict:
     await ground.settled()
     verdict = await judge(lab, ground)
     verdict.faults = {"statements cancelled": cancelled, "odd settings": len(STRICT)}
+    verdict.figures["producers_refused"] = dict(lab.refused)
     verdict.expect(len(lab.alive) == 2, "a worker has ended")
     asleep = "SELECT count(*) = 2 FROM pgqueue.workers WHERE expires_at > now() AND idle_since IS NOT NULL"
     await until(lambda: ground.value(asleep), "both workers are idle", 20)
