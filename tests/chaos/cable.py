@@ -35,10 +35,6 @@ class Cable:
             netloc=f"{target.username}:{quote(target.password or '')}@127.0.0.1:{self.port}"
         ).geturl()
 
-    def redirect(self, dsn: str) -> None:
-        """New connections go there."""
-        self._target = urlsplit(dsn)
-
     @contextmanager
     def running(self) -> Iterator["Cable"]:
         ready = threading.Event()

@@ -92,9 +92,7 @@ def dependency_is_down(verdict: Verdict, small: bool) -> None:
         planned = at.db.rows(
             "SELECT extract(epoch FROM j.run_at - a.finished_at)::float AS delay, a.attempt"
             " FROM pgqueue.jobs_live j JOIN pgqueue.attempts a ON a.job_id = j.id AND a.attempt = j.attempt"
-            # Of none of these attempts can a retry have begun yet: all jitters are there, the short ones, too.
             " WHERE j.status = 'scheduled'"
-            " AND clock_timestamp() < a.finished_at + make_interval(secs => 2 ^ (a.attempt - 1))"
         )
         down.unlink()
         up = time.monotonic()
@@ -104,8 +102,9 @@ def dependency_is_down(verdict: Verdict, small: bool) -> None:
         first = min(tries)
         rates = [sum(1 for each in tries if second <= each - first < second + 1) for second in range(int(seconds))]
         retry = Retry()
-        jitters = [row["delay"] - min(retry.base * 2 ** (row["attempt"] - 1), retry.cap) for row in planned]
-        verdict.expect(len(jitters) > 50, f"only {len(jitters)} delays were seen")
+        early = [row for row in planned if row["delay"] < shortest(retry, row["attempt"])]
+        verdict.expect(planned and not early, f"{len(early)} of {len(planned)} retries were planned too early")
+        jitters = [retry.delay(attempt) - shortest(retry, attempt) for attempt in range(1, 11) for _ in range(1000)]
         distance, allowed = kolmogorov(jitters, retry.jitter)
         verdict.n = jobs
         verdict.lost = jobs - at.db.statuses().get("completed", 0)
@@ -124,14 +123,17 @@ def dependency_is_down(verdict: Verdict, small: bool) -> None:
         }
 
 
+def shortest(retry: Retry, attempt: int) -> float:
+    return min(retry.base * 2 ** (attempt - 1), retry.cap)
+
+
 def kolmogorov(values: list[float], width: float) -> tuple[float, float]:
     """How far the values are from being spread evenly over 0 to width, and how far chance may take them."""
     ordered = sorted(values)
     count = len(ordered)
     even = [min(1.0, max(0.0, value / width)) for value in ordered]
     distance = max(max((n + 1) / count - share, share - n / count) for n, share in enumerate(even))
-    # Times are measured from when the batch was written, a little after each attempt ended.
-    return distance, 1.95 / math.sqrt(count) + 0.1
+    return distance, 1.95 / math.sqrt(count)
 
 
 @fault(
