@@ -118,93 +118,38 @@ CREATE FUNCTION pgqueue.bounds() RETURNS double precision[]
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
     RETURN ARRAY[(0.005)::double precision, (0.01)::double precision, (0.025)::double precision, (0.05)::double precision, (0.1)::double precision, (0.25)::double precision, (0.5)::double precision, (1)::double precision, (2.5)::double precision, (5)::double precision, (10)::double precision, (30)::double precision, (60)::double precision, (120)::double precision, (300)::double precision, (1800)::double precision, (3600)::double precision];
 
-CREATE SEQUENCE pgqueue.job_ids
-    START WITH 1
-    INCREMENT BY 1
-    NO MINVALUE
-    NO MAXVALUE
-    CACHE 1;
-
-CREATE SEQUENCE pgqueue.ready
-    START WITH 1
-    INCREMENT BY 1
-    NO MINVALUE
-    NO MAXVALUE
-    CACHE 1;
-
-CREATE TABLE pgqueue.jobs (
-    id bigint DEFAULT nextval('pgqueue.job_ids'::regclass) NOT NULL,
-    queue text DEFAULT 'default'::text NOT NULL,
-    type text NOT NULL,
-    name text,
-    payload jsonb DEFAULT '{}'::jsonb NOT NULL,
-    status pgqueue.status DEFAULT 'pending'::pgqueue.status NOT NULL,
-    parked boolean DEFAULT false NOT NULL,
-    priority integer DEFAULT 0 NOT NULL,
-    seq bigint DEFAULT nextval('pgqueue.ready'::regclass) NOT NULL,
-    run_at timestamp with time zone DEFAULT now() NOT NULL,
-    thread_demand integer DEFAULT 1 NOT NULL,
-    timeout interval,
-    max_attempts integer DEFAULT 5 NOT NULL,
-    attempt integer DEFAULT 0 NOT NULL,
-    lost integer DEFAULT 0 NOT NULL,
-    idempotency_key text,
-    tags text[] DEFAULT '{}'::text[] NOT NULL,
-    created_at timestamp with time zone DEFAULT now() NOT NULL,
-    worker_id uuid,
-    lease_token uuid,
-    threads_used integer,
-    started_at timestamp with time zone,
-    cancel_requested_at timestamp with time zone,
-    progress jsonb,
-    finished_at timestamp with time zone,
-    result jsonb,
-    reason text,
-    error_type text,
-    error text
-)
-PARTITION BY LIST (status);
-
-COMMENT ON TABLE pgqueue.jobs IS 'Every job. Insert here: (type, payload) is enough.';
-
-COMMENT ON COLUMN pgqueue.jobs.parked IS 'Pending, but the worker that met it cannot run it: it waits for one that knows its type and has its threads.';
-
-COMMENT ON COLUMN pgqueue.jobs.seq IS 'Place in readiness order, taken anew each time the job becomes ready.';
-
-COMMENT ON COLUMN pgqueue.jobs.attempt IS 'Attempts that the handler ended, well or badly.';
-
-COMMENT ON COLUMN pgqueue.jobs.lost IS 'Attempts that ended because the worker died.';
-
-CREATE FUNCTION pgqueue.broken_rule(job pgqueue.jobs) RETURNS text[]
-    LANGUAGE sql STABLE
+CREATE FUNCTION pgqueue.broken_rule(queue text, type text, priority integer, run_at timestamp with time zone, thread_demand integer, max_attempts integer, timeout interval, idempotency_key text, name text, tags text[], payload jsonb) RETURNS text[]
+    LANGUAGE plpgsql STABLE
     SET search_path TO 'pg_catalog', 'pg_temp'
     AS $_$
-    SELECT CASE
-        WHEN job.queue <> 'default' AND job.queue !~ '^[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,62}$'
+BEGIN
+    RETURN CASE
+        WHEN queue <> 'default' AND queue !~ '^[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,62}$'
             THEN ARRAY['queue', 'must be 1 to 63 letters, digits or _.:/- and begin with a letter, digit or _']
-        WHEN char_length(job.type) NOT BETWEEN 1 AND 128 OR job.type ~ '[[:cntrl:]]'
+        WHEN char_length(type) NOT BETWEEN 1 AND 128 OR type ~ '[[:cntrl:]]'
             THEN ARRAY['type', 'must be 1 to 128 characters without control characters']
-        WHEN job.priority NOT BETWEEN -1000 AND 1000
+        WHEN priority NOT BETWEEN -1000 AND 1000
             THEN ARRAY['priority', 'must be between -1000 and 1000 (higher runs first)']
-        WHEN job.run_at NOT BETWEEN '1970-01-01+00' AND '2999-12-31+00'
+        WHEN run_at NOT BETWEEN '1970-01-01+00' AND '2999-12-31+00'
             THEN ARRAY['run_at', 'must be a finite time between the years 1970 and 2999']
-        WHEN job.thread_demand NOT BETWEEN 1 AND 1024
+        WHEN thread_demand NOT BETWEEN 1 AND 1024
             THEN ARRAY['thread_demand', 'must be between 1 and 1024']
-        WHEN job.max_attempts NOT BETWEEN 1 AND 1000
+        WHEN max_attempts NOT BETWEEN 1 AND 1000
             THEN ARRAY['max_attempts', 'must be between 1 and 1000']
-        WHEN extract(epoch FROM job.timeout) NOT BETWEEN 0.001 AND 31622400
+        WHEN extract(epoch FROM timeout) NOT BETWEEN 0.001 AND 31622400
             THEN ARRAY['timeout', 'must be between 1 millisecond and 366 days, or NULL for none']
-        WHEN char_length(job.idempotency_key) NOT BETWEEN 1 AND 255
+        WHEN char_length(idempotency_key) NOT BETWEEN 1 AND 255
             THEN ARRAY['idempotency_key', 'must be 1 to 255 characters']
-        WHEN char_length(job.name) > 200
+        WHEN char_length(name) > 200
             THEN ARRAY['name', 'must be at most 200 characters']
-        WHEN cardinality(job.tags) > 32 OR array_ndims(job.tags) > 1 OR array_position(job.tags, NULL) IS NOT NULL
-             OR octet_length(array_to_string(job.tags, '')) > 2048
+        WHEN tags <> '{}' AND (
+                cardinality(tags) > 32 OR array_ndims(tags) > 1 OR array_position(tags, NULL) IS NOT NULL
+                OR octet_length(array_to_string(tags, '')) > 2048)
             THEN ARRAY['tags', 'must be a flat array of at most 32 texts, 2048 bytes together, without NULL']
-        WHEN octet_length(job.payload::text) > 1048576
+        WHEN octet_length(payload::text) > 1048576
             THEN ARRAY['payload', 'must be at most 1 MiB of JSON: store large data elsewhere and pass a reference']
-    END
-$_$;
+    END;
+END $_$;
 
 CREATE FUNCTION pgqueue.bucket(seconds double precision) RETURNS integer
     LANGUAGE sql IMMUTABLE PARALLEL SAFE
@@ -434,6 +379,7 @@ DECLARE
     old pgqueue.jobs;
     new pgqueue.jobs;
     field text;
+    broken text[];
 BEGIN
     FOR field IN SELECT jsonb_object_keys(edit_job.changes) LOOP
         IF field NOT IN ('payload', 'queue', 'priority', 'run_at', 'thread_demand', 'timeout', 'max_attempts', 'tags', 'name') THEN
@@ -447,8 +393,10 @@ BEGIN
         PERFORM pgqueue.refuse_status(edit_job.job_id, 'edited', 'scheduled, pending or failed');
     END IF;
     new := jsonb_populate_record(old, edit_job.changes);
-    IF pgqueue.broken_rule(new) IS NOT NULL THEN
-        PERFORM pgqueue.refuse(pgqueue.broken_rule(new));
+    broken := pgqueue.broken_rule(new.queue, new.type, new.priority, new.run_at, new.thread_demand, new.max_attempts,
+        new.timeout, new.idempotency_key, new.name, new.tags, new.payload);
+    IF broken IS NOT NULL THEN
+        PERFORM pgqueue.refuse(broken);
     END IF;
     IF old.status = 'failed' THEN
         UPDATE pgqueue.jobs_failed j SET payload = new.payload, queue = new.queue, priority = new.priority,
@@ -635,7 +583,8 @@ CREATE FUNCTION pgqueue.refuse_job() RETURNS trigger
     AS $$
 BEGIN
     PERFORM pgqueue.refuse(coalesce(
-        pgqueue.broken_rule(ROW(NEW.*)::pgqueue.jobs),
+        pgqueue.broken_rule(NEW.queue, NEW.type, NEW.priority, NEW.run_at, NEW.thread_demand, NEW.max_attempts,
+            NEW.timeout, NEW.idempotency_key, NEW.name, NEW.tags, NEW.payload),
         ARRAY['status', 'is set by pgqueue: insert a job without status, attempt or lease columns']));
 END $$;
 
@@ -990,6 +939,63 @@ CREATE TABLE pgqueue.effects (
 );
 
 COMMENT ON TABLE pgqueue.effects IS 'One row per effect that must not happen twice: begun by which job, and done or not.';
+
+CREATE SEQUENCE pgqueue.job_ids
+    START WITH 1
+    INCREMENT BY 1
+    NO MINVALUE
+    NO MAXVALUE
+    CACHE 1;
+
+CREATE SEQUENCE pgqueue.ready
+    START WITH 1
+    INCREMENT BY 1
+    NO MINVALUE
+    NO MAXVALUE
+    CACHE 1;
+
+CREATE TABLE pgqueue.jobs (
+    id bigint DEFAULT nextval('pgqueue.job_ids'::regclass) NOT NULL,
+    queue text DEFAULT 'default'::text NOT NULL,
+    type text NOT NULL,
+    name text,
+    payload jsonb DEFAULT '{}'::jsonb NOT NULL,
+    status pgqueue.status DEFAULT 'pending'::pgqueue.status NOT NULL,
+    parked boolean DEFAULT false NOT NULL,
+    priority integer DEFAULT 0 NOT NULL,
+    seq bigint DEFAULT nextval('pgqueue.ready'::regclass) NOT NULL,
+    run_at timestamp with time zone DEFAULT now() NOT NULL,
+    thread_demand integer DEFAULT 1 NOT NULL,
+    timeout interval,
+    max_attempts integer DEFAULT 5 NOT NULL,
+    attempt integer DEFAULT 0 NOT NULL,
+    lost integer DEFAULT 0 NOT NULL,
+    idempotency_key text,
+    tags text[] DEFAULT '{}'::text[] NOT NULL,
+    created_at timestamp with time zone DEFAULT now() NOT NULL,
+    worker_id uuid,
+    lease_token uuid,
+    threads_used integer,
+    started_at timestamp with time zone,
+    cancel_requested_at timestamp with time zone,
+    progress jsonb,
+    finished_at timestamp with time zone,
+    result jsonb,
+    reason text,
+    error_type text,
+    error text
+)
+PARTITION BY LIST (status);
+
+COMMENT ON TABLE pgqueue.jobs IS 'Every job. Insert here: (type, payload) is enough.';
+
+COMMENT ON COLUMN pgqueue.jobs.parked IS 'Pending, but the worker that met it cannot run it: it waits for one that knows its type and has its threads.';
+
+COMMENT ON COLUMN pgqueue.jobs.seq IS 'Place in readiness order, taken anew each time the job becomes ready.';
+
+COMMENT ON COLUMN pgqueue.jobs.attempt IS 'Attempts that the handler ended, well or badly.';
+
+COMMENT ON COLUMN pgqueue.jobs.lost IS 'Attempts that ended because the worker died.';
 
 CREATE TABLE pgqueue.jobs_failed (
     id bigint DEFAULT nextval('pgqueue.job_ids'::regclass) NOT NULL,
@@ -1507,9 +1513,7 @@ ALTER INDEX pgqueue.attempts_pkey ATTACH PARTITION pgqueue.attempts_default_pkey
 
 ALTER INDEX pgqueue.jobs_finished_pkey ATTACH PARTITION pgqueue.jobs_finished_default_pkey;
 
-CREATE TRIGGER a_rules BEFORE INSERT ON pgqueue.jobs_live FOR EACH ROW WHEN ((((new.queue <> 'default'::text) AND (new.queue !~ '^[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,62}$'::text)) OR ((char_length(new.type) < 1) OR (char_length(new.type) > 128)) OR (new.type ~ '[[:cntrl:]]'::text) OR ((new.priority < '-1000'::integer) OR (new.priority > 1000)) OR ((new.run_at < '1970-01-01 00:00:00+00'::timestamp with time zone) OR (new.run_at > '2999-12-31 00:00:00+00'::timestamp with time zone)) OR ((new.thread_demand < 1) OR (new.thread_demand > 1024)) OR ((new.max_attempts < 1) OR (new.max_attempts > 1000)) OR ((EXTRACT(epoch FROM new.timeout) < 0.001) OR (EXTRACT(epoch FROM new.timeout) > (31622400)::numeric)) OR ((char_length(new.idempotency_key) < 1) OR (char_length(new.idempotency_key) > 255)) OR (char_length(new.name) > 200) OR ((new.tags <> '{}'::text[]) AND ((cardinality(new.tags) > 32) OR (array_ndims(new.tags) > 1) OR (array_position(new.tags, NULL::text) IS NOT NULL) OR (octet_length(array_to_string(new.tags, ''::text)) > 2048))) OR (octet_length((new.payload)::text) > 1048576))) EXECUTE FUNCTION pgqueue.refuse_job();
-
-CREATE TRIGGER a_rules_status BEFORE INSERT ON pgqueue.jobs_live FOR EACH ROW WHEN (((new.status = 'running'::pgqueue.status) OR (new.attempt <> 0) OR (new.worker_id IS NOT NULL))) EXECUTE FUNCTION pgqueue.refuse_job();
+CREATE TRIGGER a_rules BEFORE INSERT ON pgqueue.jobs_live FOR EACH ROW WHEN (((pgqueue.broken_rule(new.queue, new.type, new.priority, new.run_at, new.thread_demand, new.max_attempts, new.timeout, new.idempotency_key, new.name, new.tags, new.payload) IS NOT NULL) OR (new.status = 'running'::pgqueue.status) OR (new.attempt <> 0) OR (new.worker_id IS NOT NULL))) EXECUTE FUNCTION pgqueue.refuse_job();
 
 CREATE TRIGGER b_schedule BEFORE INSERT ON pgqueue.jobs_live FOR EACH ROW WHEN (((new.status = 'pending'::pgqueue.status) AND (new.run_at > statement_timestamp()))) EXECUTE FUNCTION pgqueue.schedule_job();
 
@@ -1553,56 +1557,6 @@ GRANT ALL ON FUNCTION pgqueue.bounds() TO pgqueue_worker;
 GRANT ALL ON FUNCTION pgqueue.bounds() TO pgqueue_auditor;
 GRANT ALL ON FUNCTION pgqueue.bounds() TO pgqueue_operator;
 GRANT ALL ON FUNCTION pgqueue.bounds() TO pgqueue_api;
-
-GRANT USAGE ON SEQUENCE pgqueue.job_ids TO pgqueue_producer;
-GRANT SELECT,USAGE ON SEQUENCE pgqueue.job_ids TO pgqueue_worker;
-GRANT USAGE ON SEQUENCE pgqueue.job_ids TO pgqueue_api;
-
-GRANT USAGE ON SEQUENCE pgqueue.ready TO pgqueue_producer;
-GRANT SELECT,USAGE ON SEQUENCE pgqueue.ready TO pgqueue_worker;
-GRANT USAGE ON SEQUENCE pgqueue.ready TO pgqueue_api;
-
-GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.jobs TO pgqueue_worker;
-GRANT SELECT ON TABLE pgqueue.jobs TO pgqueue_auditor;
-GRANT SELECT ON TABLE pgqueue.jobs TO pgqueue_operator;
-GRANT SELECT ON TABLE pgqueue.jobs TO pgqueue_api;
-
-GRANT SELECT(id) ON TABLE pgqueue.jobs TO pgqueue_producer;
-
-GRANT INSERT(queue) ON TABLE pgqueue.jobs TO pgqueue_producer;
-GRANT INSERT(queue) ON TABLE pgqueue.jobs TO pgqueue_api;
-
-GRANT INSERT(type) ON TABLE pgqueue.jobs TO pgqueue_producer;
-GRANT INSERT(type) ON TABLE pgqueue.jobs TO pgqueue_api;
-
-GRANT INSERT(name) ON TABLE pgqueue.jobs TO pgqueue_producer;
-GRANT INSERT(name) ON TABLE pgqueue.jobs TO pgqueue_api;
-
-GRANT INSERT(payload) ON TABLE pgqueue.jobs TO pgqueue_producer;
-GRANT INSERT(payload) ON TABLE pgqueue.jobs TO pgqueue_api;
-
-GRANT INSERT(priority) ON TABLE pgqueue.jobs TO pgqueue_producer;
-GRANT INSERT(priority) ON TABLE pgqueue.jobs TO pgqueue_api;
-
-GRANT INSERT(run_at) ON TABLE pgqueue.jobs TO pgqueue_producer;
-GRANT INSERT(run_at) ON TABLE pgqueue.jobs TO pgqueue_api;
-
-GRANT INSERT(thread_demand) ON TABLE pgqueue.jobs TO pgqueue_producer;
-GRANT INSERT(thread_demand) ON TABLE pgqueue.jobs TO pgqueue_api;
-
-GRANT INSERT(timeout) ON TABLE pgqueue.jobs TO pgqueue_producer;
-GRANT INSERT(timeout) ON TABLE pgqueue.jobs TO pgqueue_api;
-
-GRANT INSERT(max_attempts) ON TABLE pgqueue.jobs TO pgqueue_producer;
-GRANT INSERT(max_attempts) ON TABLE pgqueue.jobs TO pgqueue_api;
-
-GRANT INSERT(idempotency_key) ON TABLE pgqueue.jobs TO pgqueue_producer;
-GRANT INSERT(idempotency_key) ON TABLE pgqueue.jobs TO pgqueue_api;
-
-GRANT INSERT(tags) ON TABLE pgqueue.jobs TO pgqueue_producer;
-GRANT INSERT(tags) ON TABLE pgqueue.jobs TO pgqueue_api;
-
-REVOKE ALL ON FUNCTION pgqueue.broken_rule(job pgqueue.jobs) FROM PUBLIC;
 
 REVOKE ALL ON FUNCTION pgqueue.bucket(seconds double precision) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.bucket(seconds double precision) TO pgqueue_worker;
@@ -1715,6 +1669,54 @@ GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.effects TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.effects TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.effects TO pgqueue_operator;
 GRANT SELECT ON TABLE pgqueue.effects TO pgqueue_api;
+
+GRANT USAGE ON SEQUENCE pgqueue.job_ids TO pgqueue_producer;
+GRANT SELECT,USAGE ON SEQUENCE pgqueue.job_ids TO pgqueue_worker;
+GRANT USAGE ON SEQUENCE pgqueue.job_ids TO pgqueue_api;
+
+GRANT USAGE ON SEQUENCE pgqueue.ready TO pgqueue_producer;
+GRANT SELECT,USAGE ON SEQUENCE pgqueue.ready TO pgqueue_worker;
+GRANT USAGE ON SEQUENCE pgqueue.ready TO pgqueue_api;
+
+GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.jobs TO pgqueue_worker;
+GRANT SELECT ON TABLE pgqueue.jobs TO pgqueue_auditor;
+GRANT SELECT ON TABLE pgqueue.jobs TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.jobs TO pgqueue_api;
+
+GRANT SELECT(id) ON TABLE pgqueue.jobs TO pgqueue_producer;
+
+GRANT INSERT(queue) ON TABLE pgqueue.jobs TO pgqueue_producer;
+GRANT INSERT(queue) ON TABLE pgqueue.jobs TO pgqueue_api;
+
+GRANT INSERT(type) ON TABLE pgqueue.jobs TO pgqueue_producer;
+GRANT INSERT(type) ON TABLE pgqueue.jobs TO pgqueue_api;
+
+GRANT INSERT(name) ON TABLE pgqueue.jobs TO pgqueue_producer;
+GRANT INSERT(name) ON TABLE pgqueue.jobs TO pgqueue_api;
+
+GRANT INSERT(payload) ON TABLE pgqueue.jobs TO pgqueue_producer;
+GRANT INSERT(payload) ON TABLE pgqueue.jobs TO pgqueue_api;
+
+GRANT INSERT(priority) ON TABLE pgqueue.jobs TO pgqueue_producer;
+GRANT INSERT(priority) ON TABLE pgqueue.jobs TO pgqueue_api;
+
+GRANT INSERT(run_at) ON TABLE pgqueue.jobs TO pgqueue_producer;
+GRANT INSERT(run_at) ON TABLE pgqueue.jobs TO pgqueue_api;
+
+GRANT INSERT(thread_demand) ON TABLE pgqueue.jobs TO pgqueue_producer;
+GRANT INSERT(thread_demand) ON TABLE pgqueue.jobs TO pgqueue_api;
+
+GRANT INSERT(timeout) ON TABLE pgqueue.jobs TO pgqueue_producer;
+GRANT INSERT(timeout) ON TABLE pgqueue.jobs TO pgqueue_api;
+
+GRANT INSERT(max_attempts) ON TABLE pgqueue.jobs TO pgqueue_producer;
+GRANT INSERT(max_attempts) ON TABLE pgqueue.jobs TO pgqueue_api;
+
+GRANT INSERT(idempotency_key) ON TABLE pgqueue.jobs TO pgqueue_producer;
+GRANT INSERT(idempotency_key) ON TABLE pgqueue.jobs TO pgqueue_api;
+
+GRANT INSERT(tags) ON TABLE pgqueue.jobs TO pgqueue_producer;
+GRANT INSERT(tags) ON TABLE pgqueue.jobs TO pgqueue_api;
 
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.jobs_failed TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.jobs_failed TO pgqueue_auditor;

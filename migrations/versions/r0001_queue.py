@@ -21,7 +21,8 @@ def downgrade() -> None:
         "pgqueue.audit, pgqueue.switches, pgqueue.tallies CASCADE"
     )
     op.execute(
-        "DROP ROUTINE pgqueue.refuse, pgqueue.refuse_job, pgqueue.schedule_job, pgqueue.fingerprint, pgqueue.take_key, "
+        "DROP ROUTINE pgqueue.broken_rule, pgqueue.refuse, pgqueue.refuse_job, pgqueue.schedule_job, "
+        "pgqueue.fingerprint, pgqueue.take_key, "
         "pgqueue.keep_key, pgqueue.wake, pgqueue.tell_of_inserted, pgqueue.add_job, pgqueue.write_audit, "
         "pgqueue.refuse_status, pgqueue.cancel_job, pgqueue.retry_job, pgqueue.edit_job, pgqueue.pause_queue, "
         "pgqueue.resume_queue, pgqueue.assert_lease, pgqueue.claim_jobs, pgqueue.complete_jobs, "
