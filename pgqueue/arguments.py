@@ -52,6 +52,9 @@ class Arguments:
         self.signature = signature.replace(parameters=parameters)
         self.names = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
         self.whole = [parameter.name for parameter in parameters] == [WHOLE]
+        self._named = set(self.names)
+        self._rest = next((each.name for each in parameters if each.kind is each.VAR_KEYWORD), None)
+        """The name of the handler's **kwargs."""
         self._empty = not parameters
         self.defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         self._returns = hints.get("return", Any)
@@ -68,18 +71,18 @@ class Arguments:
 
     def encode(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """The payload for this call, once its arguments have been checked."""
-        try:
-            given: Any = self.signature.bind(*args, **kwargs).arguments
-        except TypeError as error:
-            raise InvalidJob(f"{self.type}: {error}") from None
+        given: Any = dict(kwargs)
+        if args or given.keys() != self._named:  # Signature.bind is slow, but knows defaults and says what is wrong
+            try:
+                given = self.signature.bind(*args, **kwargs).arguments
+            except TypeError as error:
+                raise InvalidJob(f"{self.type}: {error}") from None
         if self.whole:
             given = given.get(WHOLE, self.defaults.get(WHOLE))
-        else:
-            for parameter in self.signature.parameters.values():
-                if parameter.kind is parameter.VAR_KEYWORD:
-                    given |= given.pop(parameter.name, {})
+        elif self._rest in given:
+            given |= given.pop(self._rest)
         try:
-            text = dumps(self._adapter.dump_python(self._validate(given), mode="json", by_alias=True))
+            text = dumps(self._adapter.serializer.to_python(self._validate(given), mode="json", by_alias=True))
         except ValidationError as error:
             raise InvalidJob(f"{self.type}: {told(error)}") from error
         except Exception as error:

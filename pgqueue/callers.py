@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any
 
 from pgqueue.db import array_of_texts
-from pgqueue.enqueue import Added, columns
+from pgqueue.enqueue import Added, statement_for
 from pgqueue.job import NewJob
 from pgqueue.sql import SQL
 
@@ -39,11 +39,11 @@ def add_job_sync(conn: Any, job: NewJob) -> Added:
 
 async def add_jobs(conn: Any, jobs: Sequence[NewJob]) -> list[Added]:
     """Without idempotency keys."""
-    return _added(await _run(conn, SQL.add_jobs, columns(jobs)))
+    return _added(await _run(conn, *statement_for(jobs)))
 
 
 def add_jobs_sync(conn: Any, jobs: Sequence[NewJob]) -> list[Added]:
-    return _added(_run_sync(conn, SQL.add_jobs, columns(jobs)))
+    return _added(_run_sync(conn, *statement_for(jobs)))
 
 
 def _added(rows: Rows) -> list[Added]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import fields
+from operator import attrgetter
+from typing import Any, LiteralString, NamedTuple
 
 from pgqueue.db import Connection, array_of_texts, translated
 from pgqueue.failpoints import failpoint
@@ -37,8 +39,20 @@ async def add_jobs(conn: Connection, jobs: Sequence[NewJob]) -> list[Added]:
             await conn.execute(SQL.lock_keys, {"keys": keys}, prepare=False)
             return [await add_job(conn, job) for job in jobs]
     with translated():
-        cursor = await conn.execute(SQL.add_jobs, columns(jobs), prepare=False)
+        cursor = await conn.execute(*statement_for(jobs), prepare=False)
         return [Added(id, True) for (id,) in await cursor.fetchall()]
+
+
+def statement_for(jobs: Sequence[NewJob]) -> tuple[LiteralString, dict[str, Any]]:
+    """Adds jobs without keys. What is the same for all of them is sent once."""
+    first = _options(jobs[0])
+    if all(_options(job) == first for job in jobs):
+        payloads = array_of_texts([job.payload for job in jobs])
+        return SQL.add_alike, jobs[0].parameters() | {"payloads": payloads}
+    return SQL.add_jobs, columns(jobs)
+
+
+_options = attrgetter(*(each.name for each in fields(NewJob) if each.name != "payload"))
 
 
 def columns(jobs: Sequence[NewJob]) -> dict[str, Any]:

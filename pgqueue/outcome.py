@@ -163,9 +163,14 @@ def encode_result(value: Any, default: Callable[[Any], Any] | None = None) -> st
     return text
 
 
+_STRICT: dict[str, Any] = {"ensure_ascii": False, "allow_nan": False, "separators": (",", ":")}
+_encoder = json.JSONEncoder(**_STRICT)
+
+
 def dumps(value: Any, default: Callable[[Any], Any] | None = None) -> str:
     """JSON text that PostgreSQL can store; TypeError, ValueError or RecursionError say why there is none."""
-    text = json.dumps(value, default=default, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    encoder = _encoder if default is None else json.JSONEncoder(**_STRICT, default=default)
+    text = encoder.encode(value)
     if "\\u0000" in text and _NUL.search(text):
         raise ValueError("a NUL character cannot be stored")
     text.encode("utf-8")  # a lone surrogate cannot
