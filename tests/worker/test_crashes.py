@@ -84,7 +84,6 @@ async def test_a_worker_that_comes_back_after_its_lease_is_refused(
     db.wait_for_all(db.add_many("work", [{}] * 20), "completed")
 
 
-@pytest.mark.beside
 def test_leases_are_renewed_however_long_a_job_takes(db: Database, fleet: Fleet) -> None:
     """Even if the handler blocks the event loop for longer than the lease: the heartbeat has a thread of its own."""
     fleet.start_all(["w1", "w2", "w3"], threads=1, **QUICK_LEASE)
@@ -95,7 +94,6 @@ def test_leases_are_renewed_however_long_a_job_takes(db: Database, fleet: Fleet)
     assert db.value("SELECT sum(lost) FROM pgqueue.jobs") == 0
 
 
-@pytest.mark.beside
 def test_a_poisonous_job_does_not_take_its_neighbours_along(db: Database, fleet: Fleet) -> None:
     supervisor = fleet.start("w", processes=2, threads=8, **QUICK_LEASE)
     with_poison = db.add_many("work", [{"seconds": 0.05}] * 24)
@@ -117,7 +115,6 @@ def test_a_poisonous_job_does_not_take_its_neighbours_along(db: Database, fleet:
     assert db.value("SELECT count(*) FROM pgqueue.workers WHERE stopped_at IS NOT NULL") == 2
 
 
-@pytest.mark.beside
 def test_a_dead_child_is_started_again_and_none_outlives_the_supervisor(db: Database, fleet: Fleet) -> None:
     supervisor = fleet.start("w", processes=2)
     before = {name: db.worker(name) or {} for name in ("w-1", "w-2")}
@@ -131,7 +128,6 @@ def test_a_dead_child_is_started_again_and_none_outlives_the_supervisor(db: Data
     wait(lambda: not fleet.members(), "its workers have ended", 10)
 
 
-@pytest.mark.beside
 def test_no_process_outlives_its_worker(db: Database, fleet: Fleet) -> None:
     """Neither those that run handlers nor those that run chunks, whether the worker is killed or stopped."""
     killed, stopped = fleet.start_all(["killed", "stopped"], threads=2)
@@ -145,7 +141,6 @@ def test_no_process_outlives_its_worker(db: Database, fleet: Fleet) -> None:
     wait(lambda: not fleet.members(), "nothing is left", 5)
 
 
-@pytest.mark.beside
 def test_random_kills_leave_every_job_accounted_for(db: Database, fleet: Fleet) -> None:
     fleet.start("w", processes=3, threads=4, **QUICK_LEASE)
     types = ["work"] * 6 + ["fail_fast", "fail_once", "snooze", "parent"]

@@ -4,9 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 
-import psycopg
 import redis.asyncio
 import redis.exceptions
 
@@ -40,7 +38,7 @@ async def c1(lab: Lab) -> Verdict:
     await storm.rage(over=lab.size(14.0, 60.0, 240.0))
     await storm.ground.settled(within=900)
     seconds = time.monotonic() - started
-    verdict = await judge(lab, storm.ground, failures=("in_doubt", "asked to stop"))
+    verdict = await judge(lab, storm.ground)
     verdict.faults = dict(storm.faults) | dict(storm.wire.cuts)
     observed(verdict, storm.monitor)
     attempts = await storm.ground.value("SELECT count(*)::int FROM pgqueue.attempts WHERE outcome = 'retried'")
@@ -162,8 +160,7 @@ class Storm:
             "SELECT id FROM pgqueue.jobs_live WHERE type = 'effect' ORDER BY random() LIMIT 3"
         )
         for job in found:
-            with suppress(psycopg.ProgrammingError):  # it has ended meanwhile
-                await self.ground.rows("SELECT pgqueue.cancel_job(%s, 'storm')", job["id"])
+            await self.ground.rows("SELECT pgqueue.cancel_job(%s, 'storm')", job["id"])
         if what == "cancel and retry":
             await asyncio.sleep(0.3)
             for job in found:
