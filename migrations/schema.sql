@@ -238,7 +238,7 @@ BEGIN
         WHERE j.ctid = ANY (fit)
         RETURNING j.id, j.queue, j.type, j.payload::text, j.priority, j.seq, j.thread_demand,
             extract(epoch FROM j.timeout)::float8, j.max_attempts, j.attempt, j.lost, j.idempotency_key,
-            extract(epoch FROM j.created_at)::float8, j.parked;
+            date_part('epoch', j.created_at), j.parked;
     END IF;
     IF unfit IS NOT NULL THEN
         RETURN QUERY
@@ -246,7 +246,7 @@ BEGIN
         WHERE j.ctid = ANY (unfit)
         RETURNING j.id, j.queue, j.type, j.payload::text, j.priority, j.seq, j.thread_demand,
             extract(epoch FROM j.timeout)::float8, j.max_attempts, j.attempt, j.lost, j.idempotency_key,
-            extract(epoch FROM j.created_at)::float8, j.parked;
+            date_part('epoch', j.created_at), j.parked;
     END IF;
 END $$;
 

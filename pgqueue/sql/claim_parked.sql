@@ -43,4 +43,4 @@ FROM taken t
 WHERE j.id = ANY (ARRAY[t.id])
 RETURNING j.id, j.queue, j.type, j.payload::text AS payload, j.priority, j.seq, j.thread_demand,
     extract(epoch FROM j.timeout)::float8 AS timeout, j.max_attempts, j.attempt, j.lost, j.idempotency_key,
-    extract(epoch FROM j.created_at)::float8 AS created, j.parked
+    date_part('epoch', j.created_at) AS created, j.parked
