@@ -4,7 +4,9 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
+import psycopg
 import redis.asyncio
 import redis.exceptions
 
@@ -160,7 +162,8 @@ class Storm:
             "SELECT id FROM pgqueue.jobs_live WHERE type = 'effect' ORDER BY random() LIMIT 3"
         )
         for job in found:
-            await self.ground.rows("SELECT pgqueue.cancel_job(%s, 'storm')", job["id"])
+            with suppress(psycopg.ProgrammingError):  # it has ended meanwhile
+                await self.ground.rows("SELECT pgqueue.cancel_job(%s, 'storm')", job["id"])
         if what == "cancel and retry":
             await asyncio.sleep(0.3)
             for job in found:
