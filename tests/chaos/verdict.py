@@ -68,14 +68,20 @@ def percentile(values: list[float], percent: float) -> float | None:
     return round(sorted(values)[math.ceil(len(values) * percent / 100) - 1], 3)
 
 
+# An attempt that fails after an operator asked the job to stop is its last.
+JOBS = """
+SELECT payload->>'key' AS key, status::text AS status,
+       CASE WHEN cancel_requested_at IS NULL OR reason = 'in_doubt' THEN reason ELSE 'asked to stop' END AS reason
+FROM pgqueue.jobs WHERE payload ? 'key'
+"""
+
+
 async def judge(lab: "Lab", ground: "Ground", *, failures: tuple[str, ...] = ("in_doubt",)) -> Verdict:
     """Compares the ledger with the jobs and their effects. Every job must have ended; `failures` are the reasons for
     which one may be in the dead letter queue."""
     verdict = Verdict()
     attempted, acknowledged = lab.ledger.attempted(), lab.ledger.acknowledged()
-    jobs = await ground.rows(
-        "SELECT payload->>'key' AS key, status::text AS status, reason FROM pgqueue.jobs WHERE payload ? 'key'"
-    )
+    jobs = await ground.rows(JOBS)
     fates = {job["key"]: job["status"] for job in jobs}
     effects = Counter(row["key"] for row in await ground.rows("SELECT key FROM public.effects"))
     effects.update(call["key"] for call in lab.sink_calls() if not call["replay"])

@@ -6,7 +6,7 @@ import subprocess
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -260,7 +260,7 @@ def restore(verdict: Verdict, small: bool) -> None:
     to_a_moment_ago(verdict, 20 if small else 100)
 
 
-def before_and_after(at: Site, url: str, number: int, snapshot: object) -> tuple[dict[str, int], list[int]]:
+def before_and_after(at: Site, url: str, number: int, snapshot: Callable[[], None]) -> tuple[dict[str, int], list[int]]:
     """Half of the jobs wait when the snapshot is taken, and end afterwards: of them only Redis will know. One runs."""
     worker = at.worker("old", env={"REDIS_URL": url})
     early = add(at.db, "write_once", [f"early-{n}" for n in range(number)])
@@ -269,7 +269,6 @@ def before_and_after(at: Site, url: str, number: int, snapshot: object) -> tuple
     wait(lambda: at.db.job(running)["status"] == "running")
     at.db.run("SELECT pgqueue.pause_queue('default')")
     late = add(at.db, "write_once", [f"late-{n}" for n in range(number)])
-    assert callable(snapshot)
     snapshot()
     at.db.run("SELECT pgqueue.resume_queue('default')")
     at.db.wait_for_all(list(late.values()), "completed")

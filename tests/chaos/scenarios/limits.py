@@ -1,7 +1,10 @@
 """Numbers at their ends, retries that come together, clocks that jump."""
 
 import math
+import os
+import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import psycopg
@@ -87,7 +90,8 @@ def dependency_is_down(verdict: Verdict, small: bool) -> None:
         down.touch()
         at.worker("w", threads=16, env={"PGQUEUE_LOG": "json"})
         started = time.monotonic()
-        at.db.run("INSERT INTO pgqueue.jobs (type) SELECT 'depend' FROM generate_series(1, %s)", jobs)
+        insert = "INSERT INTO pgqueue.jobs (type, max_attempts) SELECT 'depend', 100 FROM generate_series(1, %s)"
+        at.db.run(insert, jobs)
         time.sleep(seconds)
         planned = at.db.rows(
             "SELECT extract(epoch FROM j.run_at - a.finished_at)::float AS delay, a.attempt"
@@ -177,31 +181,29 @@ def worker_clocks(verdict: Verdict, library: Path) -> None:
 
 
 def server_clock(verdict: Verdict, library: Path) -> None:
-    """One server, whose clock follows a file."""
-    import os
+    """One server, whose clock follows a file; only what it starts with has it."""
+    with tempfile.NamedTemporaryFile("w", prefix="pgqueue-clock-") as file:
+        clock = Path(file.name)
+        clock.write_text("+0\n")
+        clock.chmod(0o644)
+        fake = {
+            "LD_PRELOAD": str(library),
+            "FAKETIME_TIMESTAMP_FILE": str(clock),
+            "FAKETIME_NO_CACHE": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        }
+        os.environ |= fake
+        try:
+            with site() as at:
+                drop(fake)
+                jump(at, verdict, clock)
+        finally:
+            drop(fake)
 
-    clock = Path("/tmp") / f"pgqueue-clock-{os.getpid()}"
-    clock.write_text("+0\n")
-    clock.chmod(0o644)
-    fake = {
-        "LD_PRELOAD": str(library),
-        "FAKETIME_TIMESTAMP_FILE": str(clock),
-        "FAKETIME_NO_CACHE": "1",
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-    }
-    before = {name: os.environ.get(name) for name in fake}
-    os.environ |= fake
-    try:
-        with site() as at:
-            for name in fake:
-                del os.environ[name]
-            jump(at, verdict, clock)
-    finally:
-        clock.unlink()
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+
+def drop(names: Iterable[str]) -> None:
+    for name in names:
+        os.environ.pop(name, None)
 
 
 def jump(at: Site, verdict: Verdict, clock: Path) -> None:
@@ -219,7 +221,10 @@ def jump(at: Site, verdict: Verdict, clock: Path) -> None:
         verdict.expect(abs(shift - float(offset)) < 60, f"the clock did not jump: {shift:.0f} s")
         if name == "-2 h":
             # Its last heartbeat is two hours in the future now, and no other will come.
-            workers[0].kill()
+            busy = "SELECT w.name FROM pgqueue.workers w JOIN pgqueue.jobs_live j ON j.worker_id = w.id LIMIT 1"
+            victim = next(worker for worker in workers if worker.name == at.db.value(busy))
+            victim.kill()
+            workers.remove(victim)
             killed = time.monotonic()
         at.db.wait_for_all(ids, "completed", 60)
         verdict.n += len(ids)
@@ -229,5 +234,6 @@ def jump(at: Site, verdict: Verdict, clock: Path) -> None:
     more = at.db.add_many("write", [{"key": f"after {n}"} for n in range(50)])
     at.db.wait_for_all(more, "completed", 30)
     verdict.duplicated += sum(n > 1 for n in at.db.how_often().values())
-    verdict.figures |= {"rescues": rescues, "alive": all(w.process.poll() is None for w in workers[1:])}
+    verdict.figures |= {"rescues": rescues, "alive": all(w.process.poll() is None for w in workers)}
+    verdict.expect(rescues["-2 h"] > 0, "nothing of the dead worker was rescued: nothing was tried")
     verdict.expect(verdict.figures["alive"], "a worker did not survive the jump")
