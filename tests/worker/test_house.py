@@ -16,7 +16,7 @@ async def test_a_job_that_has_just_come_is_not_given_back() -> None:
     runtime.slots.moved = time.monotonic() - 60
     house = asyncio.create_task(runtime._keep_house())
     await asyncio.sleep(STALE_AFTER / 4)
-    runtime.slots.offer([Claimed(1, "default", "t", "{}", 0, 1, 1, None, 5, 0, 0, None, False)], "token")
+    runtime.slots.offer([Claimed(1, "default", "t", "{}", 0, 1, 1, None, 5, 0, 0, None, 0.0, False)], "token")
     await asyncio.sleep(STALE_AFTER / 2)
     assert len(runtime.slots) == 1
     await asyncio.sleep(STALE_AFTER * 2)
