@@ -33,8 +33,8 @@ export async function main(producer) {
   await producer.open();
   const found = await measures[what](producer, ...numbers.map(Number));
   await producer.close();
-  console.log(JSON.stringify(found));
-  process.exit(0);
+  // A pipe takes 64 KiB at a time: the process must not end before it has taken the rest.
+  process.stdout.write(`${JSON.stringify(found)}\n`, () => process.exit(0));
 }
 
 const measures = {
