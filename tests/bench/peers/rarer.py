@@ -27,7 +27,7 @@ FEATURES = {
     "in a transaction": ("transaction", 40),
     "at most once": ("at_most_once", 40),
 }
-"""Of ours: what is measured, the type of its jobs, and how many times fewer there are, as each has commits of its own."""
+"""Of ours: what is measured, the type of its jobs, and how many times fewer there are, as each has its own commits."""
 
 
 def store(site: Site) -> InPostgres:
