@@ -109,6 +109,7 @@ def test_a_poisonous_job_does_not_take_its_neighbours_along(db: Database, fleet:
     assert len(supervisor.events("worker.died")) == 3
     assert [attempt["reason"] for attempt in db.attempts(poison)] == ["worker_lost"] * 3
     # And the fleet is whole again, and ends as one.
+    wait(lambda: db.value("SELECT count(*) FROM pgqueue.workers") == 5, "those that died have been started again")
     wait(lambda: db.is_idle("w-1") and db.is_idle("w-2"), "both are back")
     supervisor.stop()
     assert not fleet.members()
