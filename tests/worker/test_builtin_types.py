@@ -56,10 +56,10 @@ class FakeHost:
         return await asyncio.to_thread(self.map_chunks_sync, ctx, fn, items, executor)
 
     async def enqueue(self, ctx: Context, job: Any) -> Any:
-        raise NotImplementedError
+        raise AssertionError("no built-in type adds jobs")
 
     def enqueue_sync(self, ctx: Context, job: Any) -> Any:
-        raise NotImplementedError
+        raise AssertionError("no built-in type adds jobs")
 
 
 def context(

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import venv
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,7 +52,7 @@ class InRedis:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peer:
+class Peer(ABC):
     name: str
     package: str
     """The package that is measured, with its version, such as `arq==0.28.0`."""
@@ -106,16 +107,16 @@ class Peer:
     def _wanted(self) -> str:
         return " ".join((self.package, *self.beside))
 
-    def _install(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _install(self) -> None: ...
 
+    @abstractmethod
     def produce(self, *arguments: str) -> list[str]:
         """The driver's command line for a measure of the producer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def workers(self, processes: int) -> list[list[str]]:
         """The command lines that together are so many processes which run jobs."""
-        raise NotImplementedError
 
     def setup(self) -> list[list[str]]:
         """The command lines that prepare an empty database."""
@@ -169,7 +170,7 @@ class Here(Peer):
     def installed(self) -> bool:
         return True
 
-    def install(self) -> None: ...
+    def _install(self) -> None: ...
 
     def produce(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", f"tests.bench.peers.drivers.{self.driver}", *arguments]

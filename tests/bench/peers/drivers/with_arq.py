@@ -41,7 +41,7 @@ class Producer:
         await self.pool.enqueue_job(job, *(() if job == "noop" else (number,)))
 
     async def add_many(self, job: str, jobs: int) -> None:
-        raise NotImplementedError
+        raise driver.NoSuchCall
 
     async def add_at(self, job: str, number: int, at: float) -> None:
         await self.pool.enqueue_job(job, number, _defer_until=datetime.fromtimestamp(at, UTC))

@@ -51,7 +51,7 @@ class Producer:
         TASKS[job].apply_async(() if job == "noop" else (number,))
 
     def add_many(self, job: str, jobs: int) -> None:
-        raise NotImplementedError
+        raise driver.NoSuchCall
 
     def add_at(self, job: str, number: int, at: float) -> None:
         TASKS[job].apply_async((number,), eta=datetime.fromtimestamp(at, UTC))

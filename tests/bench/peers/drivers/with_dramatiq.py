@@ -42,7 +42,7 @@ class Producer:
         ACTORS[job].send(*(() if job == "noop" else (number,)))
 
     def add_many(self, job: str, jobs: int) -> None:
-        raise NotImplementedError
+        raise driver.NoSuchCall
 
     def add_at(self, job: str, number: int, at: float) -> None:
         ACTORS[job].send_with_options(args=(number,), delay=max(0, round((at - time.time()) * 1000)))

@@ -50,7 +50,7 @@ class Producer:
                 rows.write_row((job,))
 
     def add_at(self, job: str, number: int, at: float) -> None:
-        raise NotImplementedError
+        raise driver.NoSuchCall
 
     def close(self) -> None:
         self.conn.close()
