@@ -1,5 +1,6 @@
 """PostgreSQL comes late, restarts, crashes, and cuts connections: nothing is lost, and no worker needs a restart."""
 
+import asyncio
 import random
 import tempfile
 import time
@@ -9,12 +10,16 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from pgqueue import migrate
+from pgqueue import PgQueue, migrate
 from pgqueue.embedded import PostgresServer, running_postgres, start_postgres
 from pgqueue.job import NewJob
+from pgqueue.settings import Settings
+from pgqueue.sql import SQL
 from pgqueue.worker.janitor import RECONCILE_AFTER, Janitor
 from pgqueue.worker.link import Link
+from pgqueue.worker.runtime import Runtime
 from tests.db.queue import MiniWorker, add, value
+from tests.once.proxy import proxied
 from tests.worker.processes import GRACE, LEASE, Database, Fleet, wait
 
 on_18 = pytest.mark.parametrize("server", ["pg18"], indirect=True)
@@ -249,3 +254,20 @@ async def test_jobs_of_a_claim_whose_answer_was_lost_are_given_back(conn: psycop
     assert again.id == lost
     assert await worker.complete([again]) == set()
     assert await other.complete([again]) == {lost}
+
+
+@on_18
+async def test_a_worker_whose_registration_was_not_answered_starts(conn: psycopg.AsyncConnection, dsn: str) -> None:
+    """Its row is there, and it is its own."""
+    async with proxied(dsn) as proxy:
+        runtime = Runtime(PgQueue(proxy.dsn()), proxy.dsn(), Settings(), threads=1)
+        proxy.cut(SQL.register_worker[:60], "after")
+        running = asyncio.create_task(runtime.run())
+        async with asyncio.timeout(20):
+            await proxy.reached.wait()
+            idle = "SELECT count(*) FROM pgqueue.workers WHERE idle_since IS NOT NULL AND heartbeat_at > started_at"
+            while not await value(conn, idle):  # noqa: ASYNC110 - it is the database that we wait for
+                await asyncio.sleep(0.05)
+            runtime.stop()
+            await running
+    assert await value(conn, "SELECT count(*) FROM pgqueue.workers WHERE stopped_at IS NOT NULL") == 1
