@@ -106,6 +106,8 @@ def ls(as_json: bool, directory: Path | None) -> None:
     for user in users:
         queues = "" if user.queues is None else f"  queues {','.join(user.queues)}"
         click.echo(f"{user.name}  {' '.join(user.scopes)}  sessions {user.sessions}{queues}")
+    if not users:
+        click.echo("no users: pgqueue users add NAME", err=True)
 
 
 def _password() -> str:

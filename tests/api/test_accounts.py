@@ -195,7 +195,8 @@ def test_users_ls_passwd_rm(open_api: Api) -> None:
     assert cli(open_api, "users", "rm", "ana").exit_code == 0
     until(lambda: open_api("GET", "/jobs", token=session["access_token"]).status == 401)
     assert open_api("POST", "/refreshToken", {"refresh_token": session["refresh_token"]}, token="").status == 401
-    assert cli(open_api, "users", "ls").stdout == ""
+    nobody = cli(open_api, "users", "ls")
+    assert (nobody.stdout, nobody.stderr) == ("", "no users: pgqueue users add NAME\n")
 
 
 def test_tokens_are_listed_and_revoked(api: Api) -> None:
