@@ -69,8 +69,8 @@ class Claimer:
         self.stopping = False
         self._room = asyncio.Event()
         self._wakes: list[float] = []
-        self._all_busy = 0.0
-        """When there was nobody idle to be woken."""
+        self._all_busy = (("", ""), 0.0)
+        """The last queue and type for which there was nobody idle to be woken, and when."""
         self._unsure = False
         """Whether the answer to a claim may be lost."""
 
@@ -195,9 +195,10 @@ class Claimer:
 
     async def _wake_next(self, conn: Connection, job: Claimed) -> None:
         """Not if nobody was idle a moment ago: who became so since then has looked for work itself."""
-        now = time.monotonic()
-        if now - self._all_busy > WATCHFUL and not await workers.wake(conn, [job.queue], [job.type], [1]):
-            self._all_busy = now
+        now, kind = time.monotonic(), (job.queue, job.type)
+        busy, since = self._all_busy
+        if (kind != busy or now - since > WATCHFUL) and not await workers.wake(conn, [job.queue], [job.type], [1]):
+            self._all_busy = (kind, now)
 
     def _hand_over(self, claims: list[Claim]) -> tuple[int, list[Claimed]]:
         got, parked = 0, []
