@@ -3,6 +3,9 @@
 Each function answers with the ids that it ended. The others' leases are lost: somebody else has the job, or has ended
 it, and the result at hand must be dropped.
 
+A job that was asked to stop gets no other attempt: if its attempt fails, is put off or given back, it is cancelled.
+Only doubt whether it had its effect goes to the dead letter queue all the same.
+
 A value that PostgreSQL cannot store ends its own job, and no other: a result as a failed attempt (`bad_result`), an
 error without its text. Left as it was, the job would be running for as long as its worker lives.
 """
@@ -120,6 +123,12 @@ async def fail(conn: Connection, jobs: Sequence[Failed]) -> dict[int, Fate]:
         return await send([replace(job, error_type=type(error).__name__, error=text, traceback=None)])
 
     await isolating(conn, send, mend, jobs)
+    if left := [job for job in jobs if job.id not in fates]:
+        stopped = [
+            Cancelled(job.id, job.lease_token, job.started, job.ended, job.threads, f"{job.error_type}: {job.error}")
+            for job in left
+        ]
+        fates |= dict.fromkeys(await cancel(conn, stopped), Fate(False, None))
     return fates
 
 
@@ -133,17 +142,32 @@ async def cancel(conn: Connection, jobs: Sequence[Cancelled]) -> set[int]:
     return await isolating(conn, send, mend, jobs)
 
 
+async def stop(conn: Connection, jobs: Sequence[Lease], done: set[int]) -> set[int]:
+    """Cancels those of the jobs that were left out because they are to stop."""
+    left = [job for job in jobs if job.id not in done]
+    if not left:
+        return set()
+    unknown = array(["NULL"] * len(left))
+    times = {"started_ago": unknown, "ended_ago": array([0] * len(left)), "threads": unknown}
+    return await retrying(lambda: ids(conn, SQL.cancel, {**leases(left), **times, "errors": [None] * len(left)}))
+
+
+def completion(job: Completed) -> dict[str, Any]:
+    """What complete.sql asks for, to end one job in a transaction of somebody else's."""
+    return {**ages([job]), "results": None if job.result is None else [job.result]}
+
+
 async def complete_in(conn: Connection, job: Completed) -> bool:
     """Completes one job in the transaction that is open on this connection; its errors are the transaction's."""
-    results = None if job.result is None else [job.result]
-    return not await ids(conn, SQL.complete, {**ages([job]), "results": results})
+    return not await ids(conn, SQL.complete, completion(job))
 
 
 async def snooze(conn: Connection, jobs: Sequence[Snoozed]) -> set[int]:
     if not jobs:
         return set()
     parameters = {**leases(jobs), "delays": array(bounded(job.delay) for job in jobs)}
-    return await retrying(lambda: ids(conn, SQL.snooze, parameters))
+    done = await retrying(lambda: ids(conn, SQL.snooze, parameters))
+    return done | await stop(conn, jobs, done)
 
 
 async def release(conn: Connection, jobs: Sequence[Released]) -> set[int]:
@@ -156,7 +180,8 @@ async def release(conn: Connection, jobs: Sequence[Released]) -> set[int]:
     if back:
         _, queues, types, demands = map(list, zip(*back, strict=True))
         await conn.execute(SQL.wake, {"queues": queues, "types": types, "demands": demands}, prepare=False)
-    return {row[0] for row in back}
+    done = {row[0] for row in back}
+    return done | await stop(conn, jobs, done)
 
 
 async def start(conn: Connection, job: Lease, threads: int) -> bool:

@@ -172,6 +172,8 @@ async def outcome_of(
             return written(ctx)
         if handler.at_most_once and isinstance(error, JobTimeout | ChildDied | BadResult):
             error = InDoubt(f"{said(error)}; nobody knows whether it had its effect")
+        if isinstance(ctx._stop, JobCancelled) and not isinstance(error, InDoubt):
+            return cancelled(ctx, f"{type(error).__name__}: {said(error)}")
         return failed(job, ctx.lease_token, ctx.threads, ctx.started, error, handler.retry)
 
 
@@ -226,10 +228,12 @@ def stopped(job: Claimed, ctx: Context, why: BaseException, handler: JobType[...
         # Nothing is said about the effect: the next attempt will find that it began.
         ctx._effect = None
     if isinstance(why, JobCancelled):
-        return Cancelled(
-            ctx.id, ctx.lease_token, ctx.started, time.monotonic(), ctx.threads, clean(str(why), 1000) or None
-        )
+        return cancelled(ctx, str(why))
     return Lease(ctx.id, ctx.lease_token)
+
+
+def cancelled(ctx: Context, error: str) -> Cancelled:
+    return Cancelled(ctx.id, ctx.lease_token, ctx.started, time.monotonic(), ctx.threads, clean(error, 1000) or None)
 
 
 def failed(job: Claimed, lease_token: str, threads: int, started: float, error: BaseException, retry: Retry) -> Failed:

@@ -40,8 +40,7 @@ async def complete(conn: Connection, ctx: Context) -> None:
 
 def complete_sync(conn: psycopg.Connection[Any], ctx: Context) -> None:
     job = completed(ctx)
-    results = None if job.result is None else [job.result]
-    if conn.execute(SQL.complete, {**finish.ages([job]), "results": results}, prepare=False).fetchone() is not None:
+    if conn.execute(SQL.complete, finish.completion(job), prepare=False).fetchone() is not None:
         raise LeaseLost(f"the lease on job {ctx.id} is lost")
     if (effect := ctx._effect) is not None:
         parameters = {"id": ctx.id, "key": effect.key, "ttl": effect.ttl, "result": job.result}

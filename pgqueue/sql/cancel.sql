@@ -1,16 +1,17 @@
--- running -> cancelled: the handler has stopped
+-- running -> cancelled: the handler has stopped. What the worker does not know is as it was when it claimed the job.
 -- ANY (ARRAY[id]) pins the join to the primary key: it cannot be hashed or merged, whatever the planner believes.
 WITH ended AS (
     SELECT * FROM unnest(%(ids)s::bigint[], %(tokens)s::uuid[], %(errors)s::text[], %(threads)s::int[],
                          %(started_ago)s::float8[], %(ended_ago)s::float8[])
         AS e(id, lease_token, error, threads_used, started_ago, ended_ago)
 ), owned AS MATERIALIZED (
-    SELECT j.id, j.queue, j.type, j.run_at, j.attempt + 1 AS attempt, e.error, e.threads_used,
-           statement_timestamp() - make_interval(secs => e.started_ago) AS started_at,
+    SELECT j.id, j.queue, j.type, j.run_at, j.attempt + 1 AS attempt, e.error,
+           coalesce(e.threads_used, j.threads_used) AS threads_used,
+           coalesce(statement_timestamp() - make_interval(secs => e.started_ago), j.started_at) AS started_at,
            statement_timestamp() - make_interval(secs => e.ended_ago) AS finished_at
     FROM (SELECT * FROM ended ORDER BY id) e
     CROSS JOIN LATERAL (
-        SELECT j.id, j.queue, j.type, j.run_at, j.attempt FROM pgqueue.jobs_live j
+        SELECT j.id, j.queue, j.type, j.run_at, j.attempt, j.threads_used, j.started_at FROM pgqueue.jobs_live j
         WHERE j.id = e.id AND j.lease_token = e.lease_token FOR UPDATE
     ) j
 ), gone AS (

@@ -1,4 +1,5 @@
--- running -> scheduled (another attempt after delay), or -> failed when there is no delay or no attempt left
+-- running -> scheduled (another attempt after delay), or -> failed when there is no delay or no attempt left.
+-- Those that were asked to stop are left out, unless their effect is in doubt.
 -- ANY (ARRAY[id]) pins the join to the primary key: it cannot be hashed or merged, whatever the planner believes.
 WITH ended AS (
     SELECT * FROM unnest(%(ids)s::bigint[], %(tokens)s::uuid[], %(delays)s::float8[], %(reasons)s::text[],
@@ -6,13 +7,17 @@ WITH ended AS (
                          %(started_ago)s::float8[], %(ended_ago)s::float8[])
         AS e(id, lease_token, delay, reason, error_type, error, traceback, threads_used, started_ago, ended_ago)
 ), owned AS MATERIALIZED (
-    SELECT j.id, e.delay IS NOT NULL AND j.attempt + 1 < j.max_attempts AND j.cancel_requested_at IS NULL AS again,
-           j.attempt + 1 AS attempt, j.queue, j.type, j.run_at, j.max_attempts, j.worker_id, e.delay, e.reason, e.error_type, e.error, e.traceback, e.threads_used,
+    SELECT j.id, e.delay IS NOT NULL AND j.attempt + 1 < j.max_attempts AS again, j.attempt + 1 AS attempt,
+           j.queue, j.type, j.run_at, j.max_attempts, j.worker_id,
+           e.delay, e.reason, e.error_type, e.error, e.traceback, e.threads_used,
            statement_timestamp() - make_interval(secs => e.started_ago) AS started_at,
            statement_timestamp() - make_interval(secs => e.ended_ago) AS finished_at
     FROM (SELECT * FROM ended ORDER BY id) e
     CROSS JOIN LATERAL (
-        SELECT j.* FROM pgqueue.jobs_live j WHERE j.id = e.id AND j.lease_token = e.lease_token FOR UPDATE
+        SELECT j.* FROM pgqueue.jobs_live j
+        WHERE j.id = e.id AND j.lease_token = e.lease_token
+          AND (j.cancel_requested_at IS NULL OR e.reason = 'in_doubt')
+        FOR UPDATE
     ) j
 ), again AS (
     UPDATE pgqueue.jobs_live j
@@ -36,8 +41,8 @@ WITH ended AS (
     FROM gone g JOIN owned o USING (id)
 ), counted AS (
     INSERT INTO pgqueue.tallies (event, queue, type, reason, attempt, took, seconds, waited, wait_seconds, jobs)
-    SELECT CASE WHEN again THEN 'retried' ELSE 'failed' END, queue, type, reason, attempt, pgqueue.bucket(seconds), sum(seconds), pgqueue.bucket(wait_seconds),
-           sum(wait_seconds), count(*)
+    SELECT CASE WHEN again THEN 'retried' ELSE 'failed' END, queue, type, reason, attempt, pgqueue.bucket(seconds),
+           sum(seconds), pgqueue.bucket(wait_seconds), sum(wait_seconds), count(*)
     FROM (SELECT *, date_part('epoch', finished_at - started_at) AS seconds,
                  greatest(0, date_part('epoch', started_at - run_at)) AS wait_seconds FROM owned) o
     GROUP BY 1, 2, 3, 4, 5, 6, 8
@@ -47,7 +52,8 @@ WITH ended AS (
     WHERE NOT again AND reason IN ('error', 'timeout') AND delay IS NOT NULL AND attempt >= max_attempts
     GROUP BY 2, 3, 4
 ), history AS (
-    INSERT INTO pgqueue.attempts (job_id, attempt, outcome, reason, error_type, error, traceback, worker_id, started_at, finished_at)
+    INSERT INTO pgqueue.attempts (job_id, attempt, outcome, reason, error_type, error, traceback, worker_id,
+        started_at, finished_at)
     SELECT id, attempt, CASE WHEN again THEN 'retried' ELSE 'failed' END, reason, error_type, error, traceback, worker_id,
            started_at, finished_at
     FROM owned

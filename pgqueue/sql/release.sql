@@ -1,4 +1,4 @@
--- running -> pending, uncharged: the worker gives back what it does not run
+-- running -> pending, uncharged: the worker gives back what it does not run; those that were asked to stop are left out
 -- ANY (ARRAY[id]) pins the join to the primary key: it cannot be hashed or merged, whatever the planner believes.
 WITH given AS (
     SELECT * FROM unnest(%(ids)s::bigint[], %(tokens)s::uuid[]) AS g(id, lease_token)
@@ -6,7 +6,8 @@ WITH given AS (
     SELECT j.id
     FROM (SELECT * FROM given ORDER BY id) g
     CROSS JOIN LATERAL (
-        SELECT j.id FROM pgqueue.jobs_live j WHERE j.id = g.id AND j.lease_token = g.lease_token FOR UPDATE
+        SELECT j.id FROM pgqueue.jobs_live j
+        WHERE j.id = g.id AND j.lease_token = g.lease_token AND j.cancel_requested_at IS NULL FOR UPDATE
     ) j
 )
 UPDATE pgqueue.jobs_live j

@@ -11,7 +11,8 @@ WITH live AS MATERIALIZED (
 ), orphan AS MATERIALIZED (
     SELECT o.* FROM gap g
     CROSS JOIN LATERAL (
-        SELECT j.id, j.queue, j.type, j.worker_id, j.lease_token, j.attempt, j.lost, j.started_at, j.threads_used, j.cancel_requested_at
+        SELECT j.id, j.queue, j.type, j.worker_id, j.lease_token, j.attempt, j.lost, j.started_at, j.threads_used,
+               j.cancel_requested_at
         FROM pgqueue.jobs_live j
         WHERE j.status = 'running' AND j.worker_id > g.low AND j.worker_id < g.high
         ORDER BY j.worker_id

@@ -1,4 +1,4 @@
--- running -> scheduled, uncharged
+-- running -> scheduled, uncharged; those that were asked to stop are left out
 -- ANY (ARRAY[id]) pins the join to the primary key: it cannot be hashed or merged, whatever the planner believes.
 WITH asked AS (
     SELECT * FROM unnest(%(ids)s::bigint[], %(tokens)s::uuid[], %(delays)s::float8[]) AS a(id, lease_token, delay)
@@ -6,7 +6,8 @@ WITH asked AS (
     SELECT j.id, a.delay
     FROM (SELECT * FROM asked ORDER BY id) a
     CROSS JOIN LATERAL (
-        SELECT j.id FROM pgqueue.jobs_live j WHERE j.id = a.id AND j.lease_token = a.lease_token FOR UPDATE
+        SELECT j.id FROM pgqueue.jobs_live j
+        WHERE j.id = a.id AND j.lease_token = a.lease_token AND j.cancel_requested_at IS NULL FOR UPDATE
     ) j
 )
 UPDATE pgqueue.jobs_live j

@@ -68,12 +68,7 @@ def percentile(values: list[float], percent: float) -> float | None:
     return round(sorted(values)[math.ceil(len(values) * percent / 100) - 1], 3)
 
 
-# An attempt that fails after an operator asked the job to stop is its last.
-JOBS = """
-SELECT payload->>'key' AS key, status::text AS status,
-       CASE WHEN cancel_requested_at IS NULL OR reason = 'in_doubt' THEN reason ELSE 'asked to stop' END AS reason
-FROM pgqueue.jobs WHERE payload ? 'key'
-"""
+JOBS = "SELECT payload->>'key' AS key, status::text AS status, reason FROM pgqueue.jobs WHERE payload ? 'key'"
 
 
 async def judge(lab: "Lab", ground: "Ground", *, failures: tuple[str, ...] = ("in_doubt",)) -> Verdict:

@@ -103,6 +103,22 @@ async def test_give_up_snooze_release_cancel(conn):
         await control.cancel_job(conn, 10**9)
 
 
+async def test_a_job_that_is_to_stop_gets_no_other_attempt(conn):
+    ids = await add(conn, *[NewJob(type="t") for _ in range(4)])
+    worker = await MiniWorker(conn).register()
+    fails, snoozed, released, doubtful = await worker.claim()
+    for id in ids:
+        await control.cancel_job(conn, id)
+    assert await worker.fail([fails], delay=0, error="no") == {ids[0]: finish.Fate(False, None)}
+    assert await finish.snooze(conn, [finish.Snoozed(ids[1], worker.tokens[snoozed.id], 60)]) == {ids[1]}
+    assert await finish.release(conn, [Lease(ids[2], worker.tokens[released.id])]) == {ids[2]}
+    assert await worker.fail([doubtful], delay=None, reason="in_doubt") == {ids[3]: finish.Fate(False, None)}
+    jobs = [await read.get_job(conn, id) for id in ids]
+    assert [(job.status, job.reason) for job in jobs] == [("cancelled", "cancelled")] * 3 + [("failed", "in_doubt")]
+    assert jobs[0].error.endswith("no")
+    assert all(job.started_at <= job.finished_at for job in jobs)
+
+
 async def test_every_owner_write_is_fenced(conn):
     [id] = await add(conn, NewJob(type="t"))
     worker = await MiniWorker(conn).register()

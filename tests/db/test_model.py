@@ -458,8 +458,12 @@ class Queue(RuleBasedStateMachine):
             assert sorted(fates) == ids
             for id in ids:
                 job = self.jobs[id]
+                if job.cancelling:
+                    assert fates[id] == (False, None)
+                    self.stop(id)
+                    continue
                 job.attempt += 1
-                again = delay is not None and job.attempt < job.max_attempts and not job.cancelling
+                again = delay is not None and job.attempt < job.max_attempts
                 assert fates[id] == (again, delay if again else None)
                 job.attempts.append((job.attempt, "retried" if again else "failed", "error"))
                 if again:
@@ -479,8 +483,11 @@ class Queue(RuleBasedStateMachine):
             ]
             assert self.run(finish.snooze(self.conn, jobs)) == set(ids)
             for id in ids:
-                self.jobs[id].status = "scheduled"
-                self.take_back(id)
+                if self.jobs[id].cancelling:
+                    self.stop(id)
+                else:
+                    self.jobs[id].status = "scheduled"
+                    self.take_back(id)
 
     @step(numbers=some, other=picks)
     def release(self, numbers, other):
@@ -488,8 +495,11 @@ class Queue(RuleBasedStateMachine):
             self.did("release")
             assert self.run(finish.release(self.conn, self.leases(ids) + self.stale(other))) == set(ids)
             for id in ids:
-                self.make_ready(self.jobs[id])
-                self.take_back(id)
+                if self.jobs[id].cancelling:
+                    self.stop(id)
+                else:
+                    self.make_ready(self.jobs[id])
+                    self.take_back(id)
 
     @step(number=picks, other=picks)
     def obey_cancel(self, number, other):
@@ -509,10 +519,13 @@ class Queue(RuleBasedStateMachine):
                 ]
                 assert self.run(finish.cancel(self.conn, jobs)) == set(mine)
                 for id in mine:
-                    job = self.jobs[id]
-                    job.status = job.reason = "cancelled"
-                    job.attempts.append((job.attempt + 1, "cancelled", "cancelled"))
-                    self.end_lease(id)
+                    self.stop(id)
+
+    def stop(self, id):
+        job = self.jobs[id]
+        job.status = job.reason = "cancelled"
+        job.attempts.append((job.attempt + 1, "cancelled", "cancelled"))
+        self.end_lease(id)
 
     @step(numbers=some)
     def announce(self, numbers):
@@ -728,6 +741,8 @@ class Queue(RuleBasedStateMachine):
     def check_moves(self):
         after = {id: job.status for id, job in self.jobs.items()}
         allowed = TRANSITIONS.get(self.operation, OTHER_MOVES.get(self.operation))
+        if self.operation in ("fail", "snooze", "release"):
+            allowed |= TRANSITIONS["cancel"]  # of what was asked to stop
         for id in sorted(self.statuses.keys() | after.keys()):
             move = (self.statuses.get(id), after.get(id))
             if move[0] != move[1]:

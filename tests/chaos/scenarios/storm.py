@@ -40,7 +40,7 @@ async def c1(lab: Lab) -> Verdict:
     await storm.rage(over=lab.size(14.0, 60.0, 240.0))
     await storm.ground.settled(within=900)
     seconds = time.monotonic() - started
-    verdict = await judge(lab, storm.ground, failures=("in_doubt", "asked to stop"))
+    verdict = await judge(lab, storm.ground)
     verdict.faults = dict(storm.faults) | dict(storm.wire.cuts)
     observed(verdict, storm.monitor)
     attempts = await storm.ground.value("SELECT count(*)::int FROM pgqueue.attempts WHERE outcome = 'retried'")
