@@ -182,8 +182,9 @@ class Using(Generic[P, R]):
         if self.conn is not None:
             added = [each for batch in batches for each in await callers.add_jobs(self.conn, batch)]
         else:
-            async with self.job_type.app.pools.connection() as conn, conn.transaction():
-                added = [each for batch in batches for each in await enqueue.add_jobs(conn, batch)]
+            with translated():
+                async with self.job_type.app.pools.connection() as conn, conn.transaction():
+                    added = [each for batch in batches for each in await enqueue.add_jobs(conn, batch)]
         return [JobRef(self.job_type.app, each, self.job_type) for each in added]
 
     def enqueue_many_sync(self, calls: Iterable[Mapping[str, Any]]) -> list[JobRef[R]]:

@@ -29,6 +29,7 @@ from pgqueue.embedded import start_postgres
 from pgqueue.enqueue import Added
 from pgqueue.jobref import JobRef
 from tests.db.queue import MiniWorker, value
+from tests.once.proxy import When, proxied
 
 on_pg18 = pytest.mark.parametrize("server", ["pg18"], indirect=True)
 
@@ -259,6 +260,22 @@ def test_no_database_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         PgQueue().enqueue_sync("x")
     settings = Settings(database_url="postgresql://somebody@127.0.0.1:1/nothing")
     assert PgQueue(settings=settings).pools.database_url == settings.database_url
+
+
+@on_pg18
+@pytest.mark.parametrize(("when", "added"), [("before", 0), ("after", 3)])
+async def test_many_of_which_nobody_knows_whether_they_were_added(
+    conn: Connection, dsn: str, when: When, added: int
+) -> None:
+    """An error of ours, as for one; all of them are there or none."""
+    async with proxied(dsn) as proxy, PgQueue(proxy.dsn()) as app:
+        proxy.cut("COMMIT", when)
+        with pytest.raises(DatabaseUnavailable):
+            await app.job(name="one")(one).enqueue_many([{"number": number} for number in range(3)])
+    assert await value(conn, "SELECT count(*) FROM pgqueue.jobs") == added
+
+
+async def one(number: int) -> None: ...
 
 
 def test_the_embedded_server_is_found_where_it_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
