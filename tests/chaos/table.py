@@ -10,22 +10,16 @@ from tests.chaos.runner import RESULTS
 README = Path(__file__).parent / "README.md"
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 SCALES = ("minute", "normal", "long")
-TOLD = ("lost", "duplicated", "unexpected", "recovered")
+BUCKETS = ("lost", "duplicated", "unexpected", "recovered")
+# What every line has, or what only a failure makes interesting.
 LEFT_OUT = {
-    "test",
-    "scale",
-    "seed",
-    "ok",
-    "n",
-    "faults",
-    *TOLD,
-    "problems",
-    "skipped",
-    "seconds",
-    "at",
-    "statuses",
-    "failed_for",
+    *("test", "scale", "seed", "ok", "n", "faults", *BUCKETS, "problems", "skipped", "seconds", "at"),
+    *("statuses", "failed_for", "connections_max", "xmin_age_max", "rss_mb_max", "fds_max", "overdue_max"),
+    *("recovery_p50", "recovery_p99"),
 }
+HEAD = """| | what is done | what must hold | jobs | faults | lost / duplicated / unexpected / recovered | figures | run |
+|---|---|---|---|---|---|---|---|
+"""
 
 
 def write(scenarios: dict[str, Scenario]) -> None:
@@ -37,26 +31,44 @@ def write(scenarios: dict[str, Scenario]) -> None:
     lines = sorted(latest.values(), key=lambda line: (natural(line["test"]), SCALES.index(line["scale"])))
     RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
     shown = {line["test"]: line for line in lines}
-    head = "| | what is done | what must hold | latest figures | s |\n|---|---|---|---|---|\n"
     rows = "".join(row(each, shown.get(each.name)) for each in scenarios.values())
     before, _, rest = README.read_text().partition(BEGIN)
-    README.write_text(f"{before}{BEGIN}\n{head}{rows}{END}{rest.partition(END)[2]}")
+    README.write_text(f"{before}{BEGIN}\n{HEAD}{rows}{END}{rest.partition(END)[2]}")
 
 
 def row(scenario: Scenario, line: dict[str, Any] | None) -> str:
-    figures = "not run yet" if line is None else told(line)
-    seconds = "" if line is None else f"{line['seconds']:.0f}"
-    return f"| {scenario.name} | {scenario.title} | {scenario.invariant} | {figures} | {seconds} |\n"
+    cells = [
+        scenario.name,
+        scenario.title,
+        scenario.invariant,
+        *(["not run yet", *[""] * 4] if line is None else told(line)),
+    ]
+    return f"| {' | '.join(cell.replace('|', '/').replace(chr(10), ' ') for cell in cells)} |\n"
 
 
-def told(line: dict[str, Any]) -> str:
-    parts = [f"{line['scale']}, seed {line['seed']}, n {line['n']:,}"]
-    if line["faults"]:
-        parts.append(", ".join(f"{count} {what}" for what, count in line["faults"].items()))
-    parts.append(", ".join(f"{name} {line[name]}" for name in TOLD))
-    parts += [f"{name} {value}" for name, value in line.items() if name not in LEFT_OUT and value is not None]
-    if line.get("skipped"):
-        return f"**skipped**: {line['skipped']}"
+def told(line: dict[str, Any]) -> list[str]:
+    run = f"{line['scale']}, seed {line['seed']}, {line['seconds']:.0f} s"
+    if line["skipped"]:
+        return ["**skipped**", "", "", line["skipped"], run]
+    faults = ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in line["faults"].items())
+    figures = [words(name, value) for name, value in line.items() if name not in LEFT_OUT and value is not None]
+    if line["recovery_p50"] is not None:
+        figures.insert(0, f"recovery p50 {line['recovery_p50']:.2f} s, p99 {line['recovery_p99']:.2f} s")
     if not line["ok"]:
-        parts.append("**FAILED**: " + "; ".join(line["problems"]))
-    return "; ".join(parts).replace("|", "/").replace("\n", " ")
+        figures.append("**FAILED**: " + "; ".join(line["problems"]))
+    return [f"{line['n']:,}", faults, " / ".join(f"{line[name]:,}" for name in BUCKETS), "; ".join(figures), run]
+
+
+def words(name: str, value: Any) -> str:
+    """jobs_per_s: 161 → jobs per s 161"""
+    return f"{name.replace('_', ' ')} {plain(value)}"
+
+
+def plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(words(name, part) for name, part in value.items())
+    if isinstance(value, list):
+        return " / ".join(map(plain, value))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)
