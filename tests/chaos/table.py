@@ -17,9 +17,7 @@ LEFT_OUT = {
     *("statuses", "failed_for", "connections_max", "xmin_age_max", "rss_mb_max", "fds_max", "overdue_max"),
     *("recovery_p50", "recovery_p99"),
 }
-HEAD = """| | what is done | what must hold | jobs | faults | lost / duplicated / unexpected / recovered | figures | run |
-|---|---|---|---|---|---|---|---|
-"""
+COLUMNS = ("", "what is done", "what must hold", "jobs", "faults", " / ".join(BUCKETS), "figures", "run")
 
 
 def write(scenarios: dict[str, Scenario]) -> None:
@@ -31,9 +29,10 @@ def write(scenarios: dict[str, Scenario]) -> None:
     lines = sorted(latest.values(), key=lambda line: (natural(line["test"]), SCALES.index(line["scale"])))
     RESULTS.write_text("".join(json.dumps(line) + "\n" for line in lines))
     shown = {line["test"]: line for line in lines}
+    head = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|\n"
     rows = "".join(row(each, shown.get(each.name)) for each in scenarios.values())
     before, _, rest = README.read_text().partition(BEGIN)
-    README.write_text(f"{before}{BEGIN}\n{HEAD}{rows}{END}{rest.partition(END)[2]}")
+    README.write_text(f"{before}{BEGIN}\n{head}{rows}{END}{rest.partition(END)[2]}")
 
 
 def row(scenario: Scenario, line: dict[str, Any] | None) -> str:
