@@ -117,6 +117,15 @@ async def poison(ctx: Context, key: str) -> None:
     os.abort()
 
 
+@app.job(retry=RETRY)
+async def glutton(ctx: Context, key: str) -> None:
+    """Takes memory until the kernel has had enough of it."""
+    taken = []
+    for _ in range(128):
+        taken.append(b"x" * (8 << 20))
+    os.abort()
+
+
 @app.job(executor="process", retry=RETRY)
 def in_process(ctx: Context, key: str, seconds: float = 0.0) -> None:
     """A call to the outside from a child process."""

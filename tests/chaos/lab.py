@@ -147,7 +147,7 @@ class Lab:
         self._sink: Sink | None = None
         self._numbers = count(1)
         stack.callback(self.ledger.close)
-        stack.callback(self._end_processes)
+        stack.callback(self.kill_all)
 
     @classmethod
     @asynccontextmanager
@@ -278,12 +278,12 @@ class Lab:
     # Ends
 
     async def _close(self, ground: Ground) -> None:
-        self._end_processes()
+        self.kill_all()
         await ground.conn.close()
         if not ground.server._main_pid():
             await asyncio.to_thread(ground.server.restart)  # its databases are dropped next
 
-    def _end_processes(self) -> None:
+    def kill_all(self) -> None:
         for process in self.alive:
             process.send(signal.SIGCONT)
             process.kill()

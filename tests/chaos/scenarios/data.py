@@ -23,7 +23,7 @@ async def x3(lab: Lab) -> Verdict:
 
     for _ in range(3):
         start()
-    groups = lab.size(200, 1_500, 10_000)
+    groups = lab.size(200, 600, 10_000)
     keys = iter(lab.keys(3 * groups))
     jobs = [
         ("twin", {"key": next(keys), "group": f"g{number}", "seconds": lab.random.choice([0, 0, 0.05])})
@@ -33,7 +33,7 @@ async def x3(lab: Lab) -> Verdict:
     lab.random.shuffle(jobs)
     producing = asyncio.create_task(lab.produce(ground, jobs))
     faults: Counter[str] = Counter()
-    for _ in range(lab.size(4, 16, 60)):
+    for _ in range(lab.size(4, 8, 60)):
         await asyncio.sleep(lab.random.uniform(0.2, 1))
         fault = lab.random.choice(["kill -9", "kill -9", "SIGSTOP", "PostgreSQL", "Redis"])
         faults[fault] += 1

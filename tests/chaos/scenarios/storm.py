@@ -37,7 +37,7 @@ async def c1(lab: Lab) -> Verdict:
     storm = Storm(lab)
     await storm.prepare()
     started = time.monotonic()
-    await storm.rage(over=lab.size(14.0, 60.0, 240.0))
+    await storm.rage(over=lab.size(14.0, 40.0, 240.0))
     await storm.ground.settled(within=900)
     seconds = time.monotonic() - started
     verdict = await judge(lab, storm.ground)
@@ -87,7 +87,7 @@ class Storm:
         """Jobs come all the time, and so do the faults."""
         size = self.lab.size
         async with asyncio.TaskGroup() as together:
-            together.create_task(self.produce(size(2_000, 10_000, 100_000), over))
+            together.create_task(self.produce(size(2_000, 5_000, 100_000), over))
             for act, times in (
                 (self.kill, size(4, 20, 20)),
                 (self.restart_postgres, size(1, 5, 5)),

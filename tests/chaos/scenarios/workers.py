@@ -4,7 +4,8 @@ import asyncio
 import os
 import signal
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import cycle
 from pathlib import Path
 
@@ -37,7 +38,7 @@ async def c0(lab: Lab) -> Verdict:
 async def c3(lab: Lab) -> Verdict:
     ground = await lab.ground()
     monitor = await lab.monitor(ground)
-    zombies, threads = lab.size(20, 200, 400), 20
+    zombies, threads = lab.size(20, 60, 200), 20
     does = cycle([*(("zombie", what) for what in ("complete", "fail", "snooze", "enqueue", "step")), *THREADS])
     for _ in range(zombies // threads):
         frozen = lab.worker(ground, threads=threads)
@@ -115,7 +116,7 @@ async def c5(lab: Lab) -> Verdict:
 async def c7(lab: Lab) -> Verdict:
     ground = await lab.ground()
     monitor = await lab.monitor(ground)
-    rounds = lab.size(1, 5, 20)
+    rounds = lab.size(1, 3, 20)
     for number in range(rounds):
         old = lab.worker(ground, threads=8)
         dead = await ground.worker_of(old)
@@ -150,28 +151,35 @@ OWNED = "SELECT count(*) FROM pgqueue.jobs_live WHERE status = 'running' AND wor
 
 @scenario(
     "C8",
-    "batches of 50 with a job in each that aborts its worker; the workers are started again as they die",
+    "batches of 50 with a job in each that aborts its worker or takes memory until the kernel kills it; the workers are"
+    " started again as they die",
     invariant="the poison goes to the dead letter queue after 3 deaths, its batch mates complete, charged at most once",
 )
 async def c8(lab: Lab) -> Verdict:
     ground = await lab.ground()
     batches = lab.size(1, 4, 20)
-    for _ in range(batches):
-        keys = lab.keys(50)
-        poison = lab.random.randrange(50)
-        jobs = [("poison" if n == poison else "effect", {"key": key}) for n, key in enumerate(keys)]
-        await lab.produce(ground, jobs)
-    keeping = asyncio.create_task(keep_running(lab, ground, 2))
-    try:
-        await ground.settled()
-    finally:
-        keeping.cancel()
+    with limited_memory() as limit:
+        kinds = cycle(["poison", "glutton"] if limit else ["poison"])
+        for _ in range(batches):
+            keys, kind = lab.keys(50), next(kinds)
+            poison = lab.random.randrange(50)
+            jobs = [(kind if n == poison else "effect", {"key": key}) for n, key in enumerate(keys)]
+            await lab.produce(ground, jobs)
+        keeping = asyncio.create_task(keep_running(lab, ground, 2, limit))
+        try:
+            await ground.settled()
+        finally:
+            keeping.cancel()
+            lab.kill_all()
+            for process in lab.processes:
+                await process.ended()
     verdict = await judge(lab, ground, failures=("poison",))
     deaths = sum(process.code is not None for process in lab.processes)
     charged = await ground.value("SELECT max(attempt)::int FROM pgqueue.jobs WHERE type = 'effect'")
-    poisoned = await ground.value("SELECT count(*)::int FROM pgqueue.jobs_failed WHERE type = 'poison'")
-    innocent = await ground.value("SELECT count(*)::int FROM pgqueue.jobs_failed WHERE type <> 'poison'")
-    verdict.faults = {"poison": batches}
+    poisoned = await ground.value("SELECT count(*)::int FROM pgqueue.jobs_failed WHERE type <> 'effect'")
+    innocent = await ground.value("SELECT count(*)::int FROM pgqueue.jobs_failed WHERE type = 'effect'")
+    gluttons = batches // 2 if limit else 0
+    verdict.faults = {"aborts": batches - gluttons, "out of memory": gluttons}
     verdict.figures |= {"deaths": deaths, "attempts_of_innocents": charged}
     verdict.expect(poisoned == batches, f"{poisoned} of {batches} poisons are in the dead letter queue")
     verdict.expect(innocent == 0, f"{innocent} innocents are in the dead letter queue")
@@ -180,12 +188,32 @@ async def c8(lab: Lab) -> Verdict:
     return verdict
 
 
-async def keep_running(lab: Lab, ground: Ground, number: int) -> None:
+async def keep_running(lab: Lab, ground: Ground, number: int, limit: Path | None) -> None:
     """As a supervisor would."""
     while True:
         for _ in range(number - len(lab.alive)):
-            lab.worker(ground, threads=8)
+            worker = lab.worker(ground, threads=8)
+            if limit:
+                (limit / "cgroup.procs").write_text(str(worker.pid))
         await asyncio.sleep(0.1)
+
+
+@contextmanager
+def limited_memory(megabytes: int = 400) -> Iterator[Path | None]:
+    """A group of processes that get no more than that, where such groups can be made."""
+    group = None
+    for folder, setting in (("memory/", "memory.limit_in_bytes"), ("", "memory.max")):
+        made = Path(f"/sys/fs/cgroup/{folder}pgqueue-{os.getpid()}")
+        with suppress(OSError):
+            made.mkdir()
+            (made / setting).write_text(str(megabytes << 20))
+            group = made
+            break
+    try:
+        yield group
+    finally:
+        if group is not None:
+            group.rmdir()
 
 
 @scenario(
@@ -197,7 +225,7 @@ async def x1(lab: Lab) -> Verdict:
     ground = await lab.ground(own=True)
     monitor = await lab.monitor(ground)
     lab.sink()
-    rounds = lab.size(3, 12, 60)
+    rounds = lab.size(3, 6, 60)
     types = ("effect", "threaded", "keyed", "mail")
     restarts = 0
     for _ in range(rounds):
