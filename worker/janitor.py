@@ -13,6 +13,7 @@ import psycopg
 
 from pgqueue import finish, promote, prune, rescue, tally, workers
 from pgqueue.db import Connection, is_outage
+from pgqueue.errors import PgQueueError
 from pgqueue.failpoints import failpoint
 from pgqueue.job import Lease
 from pgqueue.log import say
@@ -76,7 +77,7 @@ class Janitor:
         while True:
             try:
                 await self.run_once(await self.link.get())
-            except (psycopg.Error, OSError) as error:
+            except (psycopg.Error, OSError, PgQueueError) as error:
                 self._away = self._away or is_outage(error)
                 await self.link.failed(error, "rescue and promotion wait until the database is back")
             await self._sleep()

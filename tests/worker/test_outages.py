@@ -271,3 +271,40 @@ async def test_a_worker_whose_registration_was_not_answered_starts(conn: psycopg
             runtime.stop()
             await running
     assert await value(conn, "SELECT count(*) FROM pgqueue.workers WHERE stopped_at IS NOT NULL") == 1
+
+
+UPKEEP = [
+    *("tick", "expire_workers", "rescue", "fold", "make_partitions", "drop_partitions", "prune_keys", "prune_effects"),
+    *("prune_steps", "prune_series", "prune_workers", "prune_access"),
+]
+"""What a janitor that has just started does, in this order."""
+
+
+@on_18
+@pytest.mark.parametrize("statement", UPKEEP)
+async def test_a_janitor_that_is_cut_off_goes_on(statement: str, conn: psycopg.AsyncConnection, dsn: str) -> None:
+    """Else its worker would end with it."""
+    text = getattr(SQL, statement).partition("%(")[0]
+    async with proxied(dsn) as proxy:
+        link = Link(proxy.dsn(), "pgqueue-janitor test")
+        janitor = Janitor(
+            link,
+            (await MiniWorker(conn).register()).who.worker_id,
+            poll_interval=0.05,
+            rescue_interval=5,
+            retention_days=30,
+            known=set,
+            cancel=lambda ids: None,
+            ready=lambda: None,
+        )
+        proxy.cut(text, "after")
+        running = asyncio.create_task(janitor.run())
+        async with asyncio.timeout(20):
+            await proxy.reached.wait()
+            seen = len(proxy.statements)
+            while not (running.done() or any("once a second" in each for each in proxy.statements[seen:])):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert not running.done(), running.exception()
+        running.cancel()
+        await asyncio.wait([running])
+        await link.close()
