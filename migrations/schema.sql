@@ -720,6 +720,7 @@ END $$;
 CREATE FUNCTION pgqueue.tell_of_inserted() RETURNS trigger
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
     AS $$
 DECLARE
     seeing boolean;
@@ -736,7 +737,7 @@ BEGIN
     seeing := pg_try_advisory_xact_lock_shared(1885827429, 1)
         AND current_setting('transaction_isolation') NOT IN ('repeatable read', 'serializable');
     IF seeing AND NOT EXISTS (SELECT FROM pgqueue.workers w
-                              WHERE w.idle_since IS NOT NULL AND w.listening AND w.expires_at > clock_timestamp()) THEN
+                              WHERE w.idle_since IS NOT NULL AND w.listening AND w.expires_at > statement_timestamp()) THEN
         RETURN NULL;
     END IF;
     -- A job that is due soon counts: who sleeps must look again when to get up.
@@ -753,6 +754,7 @@ END $$;
 CREATE FUNCTION pgqueue.wake(queues text[], types text[], demands integer[]) RETURNS boolean
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
+    SET enable_seqscan TO 'off'
     AS $$
 DECLARE
     blind boolean := NOT pg_try_advisory_xact_lock_shared(1885827429, 1)
@@ -763,7 +765,8 @@ BEGIN
     FROM (SELECT DISTINCT j.queue, j.type, j.demand FROM unnest(queues, types, demands) AS j(queue, type, demand)) j
     CROSS JOIN LATERAL (
         SELECT w.id FROM pgqueue.workers w
-        WHERE w.listening AND w.expires_at > clock_timestamp() AND w.state <> 'unavailable' AND NOT w.draining
+        WHERE w.listening AND w.expires_at > statement_timestamp() AND w.expires_at > clock_timestamp()
+          AND w.state <> 'unavailable' AND NOT w.draining
           AND (w.idle_since IS NOT NULL OR blind)
           AND (w.queues IS NULL OR j.queue = ANY (w.queues))
           AND (w.types IS NULL OR j.type = ANY (w.types))
@@ -1508,6 +1511,8 @@ CREATE INDEX revoked_tokens_expiry ON pgqueue.revoked_tokens USING btree (expire
 CREATE INDEX steps_age ON pgqueue.steps USING btree (created_at);
 
 CREATE UNIQUE INDEX users_name ON pgqueue.users USING btree (lower(name));
+
+CREATE INDEX workers_expiry ON pgqueue.workers USING btree (expires_at);
 
 ALTER INDEX pgqueue.attempts_pkey ATTACH PARTITION pgqueue.attempts_default_pkey;
 

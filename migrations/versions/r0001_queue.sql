@@ -137,6 +137,10 @@ COMMENT ON COLUMN pgqueue.workers.queues IS 'The queues that it serves; NULL is 
 
 COMMENT ON COLUMN pgqueue.workers.types IS 'The types that it knows; NULL is all of them.';
 
+-- Every insert looks for idle workers, and heartbeats and idle marks leave dead versions of their rows, which stay as long
+-- as anybody holds a snapshot. Those of the living are the ones that have not expired: no more than a lease leaves behind.
+CREATE INDEX workers_expiry ON pgqueue.workers (expires_at);
+
 CREATE TABLE pgqueue.queues (
     name      text PRIMARY KEY,
     paused_at timestamptz,
@@ -320,8 +324,9 @@ CREATE TRIGGER c_key BEFORE INSERT ON pgqueue.jobs_live FOR EACH ROW WHEN (NEW.i
 -- comes first, and the look, with a newer snapshot, after it. (A function in SQL would take one snapshot for both.)
 -- Nobody waits for the lock: whoever holds it alone, a worker for a moment or anybody else, must not stop those who enqueue.
 -- A caller that did not get it, or whose snapshot is older than this statement, cannot know who is idle: it wakes them all.
+-- The expiry is compared twice: with statement_timestamp() it can use the index, with clock_timestamp() it is exact.
 CREATE FUNCTION pgqueue.wake(queues text[], types text[], demands integer[]) RETURNS boolean LANGUAGE plpgsql SECURITY DEFINER
-    SET search_path = pg_catalog, pg_temp AS $$
+    SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
 DECLARE
     blind boolean := NOT pg_try_advisory_xact_lock_shared(1885827429, 1)
         OR current_setting('transaction_isolation') IN ('repeatable read', 'serializable');
@@ -331,7 +336,8 @@ BEGIN
     FROM (SELECT DISTINCT j.queue, j.type, j.demand FROM unnest(queues, types, demands) AS j(queue, type, demand)) j
     CROSS JOIN LATERAL (
         SELECT w.id FROM pgqueue.workers w
-        WHERE w.listening AND w.expires_at > clock_timestamp() AND w.state <> 'unavailable' AND NOT w.draining
+        WHERE w.listening AND w.expires_at > statement_timestamp() AND w.expires_at > clock_timestamp()
+          AND w.state <> 'unavailable' AND NOT w.draining
           AND (w.idle_since IS NOT NULL OR blind)
           AND (w.queues IS NULL OR j.queue = ANY (w.queues))
           AND (w.types IS NULL OR j.type = ANY (w.types))
@@ -349,7 +355,7 @@ END $$;
 -- When everybody is busy, which is when it matters, it costs an insert two short looks, the second under the lock, and no
 -- more. The queues are read into arrays, and not together with any other table.
 CREATE FUNCTION pgqueue.tell_of_inserted() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER
-    SET search_path = pg_catalog, pg_temp AS $$
+    SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
 DECLARE
     seeing boolean;
     queues text[];
@@ -365,7 +371,7 @@ BEGIN
     seeing := pg_try_advisory_xact_lock_shared(1885827429, 1)
         AND current_setting('transaction_isolation') NOT IN ('repeatable read', 'serializable');
     IF seeing AND NOT EXISTS (SELECT FROM pgqueue.workers w
-                              WHERE w.idle_since IS NOT NULL AND w.listening AND w.expires_at > clock_timestamp()) THEN
+                              WHERE w.idle_since IS NOT NULL AND w.listening AND w.expires_at > statement_timestamp()) THEN
         RETURN NULL;
     END IF;
     -- A job that is due soon counts: who sleeps must look again when to get up.

@@ -449,3 +449,13 @@ async def running(sleepers):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_an_insert_does_not_wade_through_dead_versions_of_workers(conn, crew, ear):
+    """They stay while anybody holds a snapshot, and the pages that they filled stay for ever."""
+    (worker,) = await crew({})
+    async with conn.transaction():
+        await conn.execute("INSERT INTO pgqueue.jobs (type) VALUES ('t')")
+        query = "SELECT seq_scan FROM pg_stat_xact_user_tables WHERE relid = 'pgqueue.workers'::regclass"
+        assert await value(conn, query) == 0
+    assert await ear.woken(worker) == [0]
