@@ -6,6 +6,7 @@ import os
 import random
 import resource
 import time
+from functools import partial
 from pathlib import Path
 
 from pgqueue import Context, PgQueue
@@ -143,6 +144,16 @@ async def fickle(ctx: Context, key: str, seconds: float = 0.0) -> Snooze | None:
     async with ctx.transaction() as tx:
         await tx.execute(ROW, [key, ctx.id, ctx.lease_token])
     return None
+
+
+@app.job(retry=RETRY)
+async def stepped(ctx: Context, key: str, seconds: float = 0.0) -> None:
+    """Two steps and its progress before the effect."""
+    for name in ("first", "second"):
+        await ctx.step(name, partial(asyncio.sleep, seconds))
+        ctx.progress(1, 2, name)
+    async with ctx.transaction() as tx:
+        await tx.execute(ROW, [key, ctx.id, ctx.lease_token])
 
 
 @app.job(retry=RETRY)

@@ -4,14 +4,18 @@ passes by, and leaves the reading of messages to the one in tests/once."""
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import urlsplit
 
 When = Literal["before", "after"]
 """The server has not had the statement; it has answered, and the client does not hear it."""
+
+
+OFTEN = 0.4
+"""The chance of being cut, for a statement that was not cut often enough yet."""
 
 
 @dataclass
@@ -20,6 +24,40 @@ class Rule:
     chance: float
     """Of being cut."""
     name: str
+    aim: int
+    """So many cuts of each kind are wanted: until then it is cut often, however rarely it comes."""
+    before: int = 0
+    after: int = 0
+
+    @property
+    def lacks(self) -> bool:
+        return min(self.before, self.after) < self.aim
+
+    def fate(self, random: random.Random) -> When | None:
+        if random.random() >= (max(self.chance, OFTEN) if self.lacks else self.chance):
+            return None
+        if self.before <= self.after:
+            self.before += 1
+            return "before"
+        self.after += 1
+        return "after"
+
+
+@dataclass
+class Ambush:
+    statement: bytes
+    when: When | None
+    strike: Callable[[], None]
+    reached: asyncio.Event = field(default_factory=asyncio.Event)
+    link: "Link | None" = None
+    data: bytes = b""
+
+    def let_go(self) -> None:
+        """On to the server; the client hears nothing of it."""
+        assert self.link is not None
+        assert self.link.server is not None
+        self.link.deaf = True
+        self.link.server.write(self.data)
 
 
 class Wire:
@@ -34,15 +72,31 @@ class Wire:
         self.frozen = False
         """Whether everything is swallowed, and no connection ends: as if the cable were out."""
         self.links: set[Link] = set()
+        self.last: tuple[str, When] | None = None
+        """What it cut last."""
+        self._ambush: Ambush | None = None
 
     @property
     def dsn(self) -> str:
         address = f"{self.target.username}:{self.target.password}@127.0.0.1:{self.port}"
         return self.target._replace(netloc=address).geturl()
 
-    def cut(self, statement: bytes, chance: float, name: str = "COMMIT") -> None:
+    def cut(self, statement: bytes, chance: float, name: str = "COMMIT", aim: int = 0) -> Rule:
         """From now on, half of the cuts before it reaches the server and half after its answer."""
-        self.rules.append(Rule(statement, chance, name))
+        self.rules.append(rule := Rule(statement, chance, name, aim))
+        return rule
+
+    def ambush(self, statement: bytes, when: When | None, strike: Callable[[], None]) -> "Ambush":
+        """The next such statement is cut before or after, and something happens at that very moment; without a `when`,
+        the statement waits here until it is let go."""
+        self._ambush = Ambush(statement, when, strike)
+        return self._ambush
+
+    def ambushed(self, data: bytes) -> "Ambush | None":
+        if self._ambush is None or self._ambush.statement not in data:
+            return None
+        found, self._ambush = self._ambush, None
+        return found
 
     def cut_all(self) -> None:
         for link in list(self.links):
@@ -50,9 +104,9 @@ class Wire:
 
     def fate(self, data: bytes) -> When | None:
         for rule in self.rules:
-            if rule.statement in data and self.random.random() < rule.chance:
-                when: When = "before" if self.random.random() < 0.5 else "after"
+            if rule.statement in data and (when := rule.fate(self.random)) is not None:
                 self.cuts[f"{rule.name} {when}"] += 1
+                self.last = (rule.name, when)
                 return when
         return None
 
@@ -78,6 +132,7 @@ class Link(asyncio.Protocol):
         self.early: list[bytes] = []
         self.deaf = False
         """Whether the client hears no more."""
+        self.ambush: Ambush | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.client: asyncio.Transport = transport  # type: ignore[assignment]
@@ -101,7 +156,12 @@ class Link(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.wire.frozen:
             return
-        fate = self.wire.fate(data) if self.wire.rules else None
+        if (ambush := self.wire.ambushed(data)) is not None:
+            self.ambush, ambush.link, ambush.data = ambush, self, data
+            if ambush.when is None:
+                ambush.reached.set()
+                return
+        fate = ambush.when if ambush is not None else self.wire.fate(data) if self.wire.rules else None
         if fate == "before":
             self.abort()
             return
@@ -121,7 +181,7 @@ class Link(asyncio.Protocol):
 
     def later(self, transport: asyncio.Transport, data: bytes) -> None:
         if self.wire.delay:
-            asyncio.get_running_loop().call_later(self.wire.delay, transport.write, data)
+            asyncio.get_running_loop().call_later(self.wire.delay, write, transport, data)
         else:
             transport.write(data)
 
@@ -131,7 +191,15 @@ class Link(asyncio.Protocol):
             self.server.abort()
 
     def abort(self) -> None:
+        if self.ambush is not None and not self.ambush.reached.is_set():
+            self.ambush.strike()
+            self.ambush.reached.set()
         self.client.abort()
+
+
+def write(transport: asyncio.Transport, data: bytes) -> None:
+    if not transport.is_closing():
+        transport.write(data)
 
 
 class Back(asyncio.Protocol):

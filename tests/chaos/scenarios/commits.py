@@ -5,80 +5,85 @@ import os
 import signal
 import time
 from collections import Counter
-from typing import Any
 from urllib.parse import urlsplit
 
 import psycopg
 
-from pgqueue import PgQueue
-from pgqueue.errors import DatabaseUnavailable
-from pgqueue.sql import SQL
+from tests.chaos.cuts.play import play
+from tests.chaos.cuts.stage import COMMIT, Theatre, head
 from tests.chaos.lab import POLL, Ground, Lab, observed, until
 from tests.chaos.registry import scenario
 from tests.chaos.verdict import Verdict, judge
 
-WRITES = ("claim", "complete", "fail", "snooze", "release", "promote", "rescue", "heartbeat", "start", "tick")
-"""What a worker writes or asks for; COMMIT is the handlers'."""
+WRITES = (
+    *("claim", "sweep", "mark_idle", "mark_busy", "may_sleep", "complete", "fail", "snooze", "release", "heartbeat"),
+    *("tick", "promote", "rescue", "fold", "make_partitions", "drop_partitions", "register_worker", "start"),
+    *("begin_effect", "effect_done", "save_step", "progress"),
+)
+"""What whole workers are cut at, if it comes; COMMIT is the handlers'."""
 
 
 @scenario(
     "C11",
-    "connections are cut at every write, before the server has it or after its answer: enqueue with and without a key,"
-    " claim, complete, fail, snooze, release, promote, rescue, heartbeat, COMMIT",
-    invariant="with a key one job, without one none or one and an error; nothing lost, nothing twice",
+    "connections are cut at every write, before the server has it or after its answer: those who add one job or many,"
+    " with keys and without, operators, handlers, each part of a worker; callers give up while they wait for COMMIT",
+    invariant="each path is cut as often as the scale asks for; with a key one job, without one none or one and an"
+    " error; many are all added or none; an action that took effect has one row in the audit; nothing lost, nothing"
+    " twice",
     minute=True,
+    budget=900,
 )
 async def c11(lab: Lab) -> Verdict:
-    ground = await lab.ground()
-    wire = await lab.wire(ground)
-    for name in WRITES:
-        wire.cut(head(name), 0.04, name)
-    wire.cut(b"COMMIT\0", 0.04)
-    lab.sink()
-    for _ in range(2):
-        lab.worker(ground, dsn=wire.dsn, threads=8)
-    jobs = []
-    for key in lab.keys(lab.size(400, 3_000, 40_000)):
-        payload: dict[str, Any] = {"key": key, "seconds": lab.random.choice([0, 0, 0.02])}
-        type = lab.random.choice(["effect", "effect", "keyed", "fickle"])
-        jobs.append((type, payload))
-    producing = asyncio.create_task(enqueue_through(lab, ground, lab.size(60, 400, 2_000)))
-    await lab.produce(ground, jobs)
-    outcomes = await producing
-    await ground.settled()
-    verdict = await judge(lab, ground)
-    verdict.faults = dict(wire.cuts)
-    verdict.figures |= {"enqueue": dict(outcomes), "reconciled": lab.said("jobs.reconciled")}
+    aim = lab.size(1, 8, 1_000)
+    busy, house = [Theatre(lab, await lab.ground(audit=False), aim) for _ in range(2)]
+    storm = Cuts(lab, await lab.ground())
+    async with asyncio.TaskGroup() as group:
+        group.create_task(storm.rage(aim))
+        playing = group.create_task(play(busy, house))
+    verdict = await judge(lab, storm.ground)
+    matrix = busy.matrix() | house.matrix() | {"handlers' COMMIT": [storm.commits.before, storm.commits.after]}
+    for path, cuts in matrix.items():
+        verdict.expect(min(cuts) >= aim, f"{path} was cut {cuts} times, not {aim} each")
+    before, after = (sum(cuts) for cuts in zip(*matrix.values(), strict=True))
+    verdict.faults = {"cuts before": before, "cuts after": after}
+    verdict.problems += busy.problems + house.problems
+    verdict.expect(len(lab.alive) == 2, "a worker has ended")
+    verdict.figures |= playing.result() | {
+        "cuts_before_and_after": matrix,
+        "of_whole_workers": dict(sorted(storm.wire.cuts.items())),
+        "reconciled": lab.said("jobs.reconciled"),
+    }
     return verdict
 
 
-def head(name: str) -> bytes:
-    """What a statement begins with; the comment in its first line tells it from the others."""
-    return str(getattr(SQL, name)).encode()[:70]
+class Cuts:
+    """Whole workers, cut at whatever they write."""
 
+    def __init__(self, lab: Lab, ground: Ground) -> None:
+        self.lab = lab
+        self.ground = ground
 
-async def enqueue_through(lab: Lab, ground: Ground, number: int) -> Counter[str]:
-    """Producers with the Python API behind a proxy that cuts every tenth connection."""
-    wire = await lab.wire(ground)
-    for name in ("add_job", "add_jobs"):
-        wire.cut(head(name), 0.1, name)
-    app, outcomes = PgQueue(wire.dsn), Counter[str]()
-    try:
-        for key in lab.keys(number):
-            keyed = lab.random.random() < 0.5
-            lab.ledger.attempt([key])
-            for _ in range(20 if keyed else 1):
-                try:
-                    await app.enqueue("effect", {"key": key}, idempotency_key=key if keyed else None)
-                except DatabaseUnavailable:
-                    outcomes["keyed: unknown, tried again" if keyed else "unknown"] += 1
-                    continue
-                lab.ledger.acknowledge([key])
-                outcomes["keyed: acknowledged" if keyed else "acknowledged"] += 1
-                break
-    finally:
-        await app.pools.close()
-    return outcomes
+    async def rage(self, aim: int) -> None:
+        lab = self.lab
+        self.wire = await lab.wire(self.ground)
+        for name in WRITES:
+            self.wire.cut(head(name), 0.02, name, lab.size(0, 5, 50))
+        self.commits = self.wire.cut(head(COMMIT), 0.04, aim=aim)
+        lab.sink()
+        for _ in range(2):
+            lab.worker(self.ground, dsn=self.wire.dsn, threads=8)
+        await self.produce(lab.size(200, 1_500, 6_000))
+        while self.commits.lacks:
+            await self.produce(lab.size(50, 200, 1_000))
+        await self.ground.settled()
+
+    async def produce(self, number: int) -> None:
+        types = ["effect"] * 4 + ["keyed", "fickle", "stepped", "mail"]
+        seconds = [0, 0, 0.02]
+        choice = self.lab.random.choice
+        jobs = [(choice(types), {"key": key, "seconds": choice(seconds)}) for key in self.lab.keys(number)]
+        await self.lab.produce(self.ground, jobs)
+        await self.ground.settled()
 
 
 @scenario(
