@@ -1,5 +1,6 @@
 """Alembic's environment: one migration at a time, all of it in one transaction."""
 
+import random
 import time
 
 from alembic import context
@@ -75,7 +76,7 @@ def online() -> None:
             if not isinstance(error.orig, LockNotAvailable):
                 raise
         if tries_left:
-            time.sleep(migrate.PAUSE)
+            time.sleep(migrate.PAUSE * random.uniform(0.5, 1.5))
     with engine.connect() as connection:
         holders = connection.execute(text(HOLDERS)).all()
     lines = [

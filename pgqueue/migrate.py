@@ -12,10 +12,12 @@ import psycopg
 from pgqueue.errors import DatabaseUnavailable, InvalidSettings, PgQueueError, SchemaMismatch
 from pgqueue.settings import mask
 
-# A migration that waits for a lock makes everybody else wait behind it: better give way and try again.
-LOCK_TIMEOUT = "1s"
-TRIES = 15
-PAUSE = 2.0
+# A migration that waits for a lock makes everybody else wait behind it, and it needs one lock after the other: better
+# give way soon and try again, for about a minute.
+LOCK_TIMEOUT = "200ms"
+TRIES = 50
+PAUSE = 1.0
+"""Seconds, more or less: whoever it meets each time may come at regular intervals, too."""
 
 _one_at_a_time = threading.Lock()
 """Alembic keeps what it is doing in a module, for the whole process."""
