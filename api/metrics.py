@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ from prometheus_client.metrics_core import (
 from prometheus_client.registry import Collector
 from starlette.responses import Response
 
-from pgqueue import tally
+from pgqueue import snapshots, tally
 from pgqueue.api.calls import Call
 from pgqueue.db import Connection, is_outage
 from pgqueue.errors import DatabaseUnavailable
@@ -45,6 +45,7 @@ FRESH = 1.0
 """Seconds for which figures are good; ten times as long as it took to get them, if that is more."""
 PATIENCE = 10.0
 WORKER_STATES = ("available", "busy", "unavailable")
+HOLDERS = ("session", "prepared", "slot", "standby")
 QUEUES = 200
 """So many are told of one by one."""
 RETRY_REASONS = ("worker_failure", "lease_timeout", "max_retries_exceeded")
@@ -58,6 +59,7 @@ class Figures(NamedTuple):
     backlog: list[tally.Backlog]
     fleet: list[tally.Slots]
     server: list[tally.TableSize]
+    holders: list[snapshots.Holder]
 
 
 class Cluster(Collector):
@@ -68,6 +70,7 @@ class Cluster(Collector):
         self._turn = asyncio.Lock()
         self._good_until = 0.0
         self._figures: Figures | None = None
+        self._watch = snapshots.Watch()
         self.looks = 0
 
     async def look(self) -> None:
@@ -101,6 +104,7 @@ class Cluster(Collector):
                     await tally.read_backlog(conn),
                     await tally.read_fleet(conn),
                     await tally.read_server(conn),
+                    await self._watch.look(conn),
                 )
 
     def collect(self) -> Iterator[Metric]:
@@ -272,9 +276,12 @@ def _present(figures: Figures) -> Iterator[Metric]:
         size.add_metric([table.name], table.bytes)
         rotten.add_metric([table.name], table.dead)
     yield from (size, rotten)
+    text = "Age of the oldest snapshot, as long as this process has watched, by what holds it: vacuum must wait for it."
+    ages = dict.fromkeys(HOLDERS, 0.0)
+    for holder in figures.holders:
+        ages[holder.kind] = max(ages[holder.kind], holder.seconds)
+    yield _gauge("pgqueue_pg_oldest_xmin_age_seconds", text, "kind", ages)
     for table in figures.server[:1]:
-        text = "Age of the oldest snapshot that this user can see; it keeps vacuum from its work."
-        yield GaugeMetricFamily("pgqueue_pg_oldest_xmin_age_seconds", text, table.oldest_snapshot)
         text = "How full the queue of notifications is."
         yield GaugeMetricFamily("pgqueue_pg_notify_queue_usage_ratio", text, table.notify_queue)
 
@@ -321,7 +328,7 @@ def _counter(name: str, text: str, label: str, values: dict[str, float]) -> Metr
     return family
 
 
-def _gauge(name: str, text: str, label: str, values: dict[str, int]) -> Metric:
+def _gauge(name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
     family = GaugeMetricFamily(name, text, labels=[label])
     for word, value in values.items():
         family.add_metric([word], value)

@@ -53,7 +53,6 @@ class TableSize(NamedTuple):
     name: str
     bytes: float
     dead: float
-    oldest_snapshot: float
     notify_queue: float
 
 

@@ -1,4 +1,5 @@
-"""What every worker does for all, without a leader: promote, rescue, prune, make partitions, look for cancellations."""
+"""What every worker does for all, without a leader: promote, rescue, prune, make partitions, look for cancellations and
+for whoever keeps vacuum from its work."""
 
 from __future__ import annotations
 
@@ -10,10 +11,11 @@ from collections.abc import Callable, Iterable
 from uuid import UUID
 
 import psycopg
+from psycopg import errors as pg
 
-from pgqueue import finish, promote, prune, rescue, tally, workers
+from pgqueue import finish, migrate, promote, prune, rescue, snapshots, tally, workers
 from pgqueue.db import Connection, is_outage
-from pgqueue.errors import PgQueueError
+from pgqueue.errors import PgQueueError, SchemaMismatch
 from pgqueue.failpoints import failpoint
 from pgqueue.job import Lease
 from pgqueue.log import say
@@ -31,6 +33,13 @@ REPRIEVE = 4.0
 """After an outage nobody is dead yet: so long has everybody to come back and send a heartbeat."""
 PRUNE_EVERY = 600.0
 FOLD_EVERY = 5.0
+CHORES_PAUSE = 5.0
+"""While the database has another schema."""
+LOOK_EVERY = 5.0
+HELD_FOR = 45.0
+"""A snapshot that is older than this is told of: within a minute, with the time that it takes to notice."""
+AT_ONCE = 5
+"""More holders than this are not told of."""
 
 
 class Janitor:
@@ -65,6 +74,12 @@ class Janitor:
         self._next_reconcile = time.monotonic() + RECONCILE_AFTER
         self._next_prune = 0.0
         self._next_fold = 0.0
+        self._next_look = 0.0
+        self._next_chores = 0.0
+        self._schema_differs = False
+        self.watch = snapshots.Watch()
+        self._holders: dict[tuple[str, str], snapshots.Holder] = {}
+        """Those that were told of."""
 
     def due_in(self, seconds: float) -> None:
         """A job of ours is due then: get up in time."""
@@ -123,19 +138,62 @@ class Janitor:
         if now >= self._next_reconcile:
             self._next_reconcile = now + RECONCILE_AFTER
             await self.reconcile(conn, RECONCILE_AFTER)
+        if now >= self._next_chores:
+            try:
+                await self._chores(conn, now)
+            except (pg.UndefinedFunction, pg.UndefinedTable, pg.UndefinedColumn) as error:
+                await self._other_schema(conn, error)
+            else:
+                if self._schema_differs:
+                    self._schema_differs = False
+                    say(logger, logging.INFO, "schema.back", "the database's schema is what this code needs again")
+
+    async def _chores(self, conn: Connection, now: float) -> None:
+        """What can wait."""
         if now >= self._next_fold:
             await self._fold(conn)
+        if now >= self._next_look:
+            self._next_look = now + LOOK_EVERY
+            await self.look_for_holders(conn)
         if now >= self._next_prune:
             self._next_prune = now + PRUNE_EVERY * random.uniform(0.8, 1.2)
             await prune.make_partitions(conn)
             if dropped := await prune.prune(conn, self.retention_days):
                 say(logger, logging.INFO, "history.pruned", f"dropped {dropped} days of history", partitions=dropped)
 
+    async def _other_schema(self, conn: Connection, error: psycopg.Error) -> None:
+        """Somebody migrated while this worker runs. Jobs go on as long as they can; the rest is tried again."""
+        self._next_chores = time.monotonic() + CHORES_PAUSE
+        if self._schema_differs:
+            return
+        try:
+            await migrate.check_schema(conn)
+        except SchemaMismatch as mismatch:
+            self._schema_differs = True
+            text = f"{mismatch}; meanwhile this worker does what it can: history is not pruned, figures stand still"
+            say(logger, logging.WARNING, "schema.differs", text)
+        else:
+            raise error
+
     async def _fold(self, conn: Connection) -> None:
         begun = time.monotonic()
         await tally.fold(conn, wait=False)
         # Where a held snapshot keeps what was folded, it takes longer, and comes less often.
         self._next_fold = time.monotonic() + max(FOLD_EVERY * random.uniform(0.8, 1.2), 20 * (time.monotonic() - begun))
+
+    async def look_for_holders(self, conn: Connection) -> None:
+        old = [each for each in await self.watch.look(conn, self.worker_id) if each.seconds > HELD_FOR]
+        holders = {(each.kind, each.name): each for each in old[:AT_ONCE]}
+        for key in holders.keys() - self._holders.keys():
+            each = holders[key]
+            text = f"{each.what} has held a snapshot for {each.seconds:.0f} s: rows that were changed or deleted since"
+            text += f" then cannot be removed, tables grow, and in time jobs wait longer; {each.remedy}"
+            fields = {"kind": each.kind, "name": each.name, "transactions": each.transactions, "remedy": each.remedy}
+            say(logger, logging.WARNING, "snapshot.held", text, seconds=round(each.seconds), **fields)
+        for kind, name in self._holders.keys() - holders.keys():
+            text = f"{self._holders[kind, name].what} holds no old snapshot any more"
+            say(logger, logging.INFO, "snapshot.released", text, kind=kind, name=name)
+        self._holders = holders
 
     async def _promote(self, conn: Connection) -> None:
         self._next_due = None

@@ -1,4 +1,4 @@
-"""Totals for metrics, series for charts."""
+"""Totals for metrics, series for charts, and what keeps vacuum from its work."""
 
 from pathlib import Path
 
@@ -15,5 +15,5 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    op.execute("DROP FUNCTION pgqueue.fold")
+    op.execute("DROP FUNCTION pgqueue.fold, pgqueue.snapshot_holders")
     op.execute("DROP TABLE pgqueue.series, pgqueue.totals")

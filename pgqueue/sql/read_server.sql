@@ -1,8 +1,6 @@
 -- How PostgreSQL does with our tables. Partitions count as what they are parts of.
 SELECT regexp_replace(s.relname, '_(default|[0-9]+)$', '') AS name, sum(pg_total_relation_size(s.relid))::float8 AS bytes,
        sum(s.n_dead_tup)::float8 AS dead,
-       (SELECT coalesce(extract(epoch FROM max(clock_timestamp() - a.xact_start)), 0)::float8 FROM pg_stat_activity a
-        WHERE a.backend_xmin IS NOT NULL) AS oldest_snapshot,
        pg_notification_queue_usage() AS notify_queue
 FROM pg_stat_user_tables s
 WHERE s.schemaname = 'pgqueue'

@@ -105,6 +105,7 @@ MATRIX = {
         "SELECT pgqueue.backlog('default')",
         "SELECT pgqueue.fold()",
         "SELECT pgqueue.bounds()",
+        "SELECT pgqueue.snapshot_holders()",
     ],
     "AO": [f"SELECT * FROM pgqueue.{view}" for view in VIEWS.split()],
     "O": [

@@ -1,0 +1,151 @@
+"""Who keeps vacuum from its work is told of: what it is, for how long, and what to do."""
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from pgqueue import migrate
+from pgqueue.db import connect
+from pgqueue.embedded import start_postgres
+from pgqueue.snapshots import Watch
+from pgqueue.worker import janitor
+from pgqueue.worker.janitor import Janitor
+from pgqueue.worker.link import Link
+from tests.db.logins import PASSWORD, dsn_of
+from tests.db.queue import MiniWorker
+
+
+@pytest.fixture(scope="module")
+def dsn() -> Iterator[str]:
+    """On a server that has prepared transactions and slots."""
+    with tempfile.TemporaryDirectory(prefix="pgqueue-") as folder:
+        Path(folder).chmod(0o711)
+        settings = {"max_prepared_transactions": "2", "wal_level": "logical"}
+        server = start_postgres(Path(folder), fast=True, settings=settings)
+        try:
+            migrate.up(server.dsn)
+            run(server.dsn, f"CREATE ROLE plain_worker LOGIN PASSWORD '{PASSWORD}' IN ROLE pgqueue_worker")
+            yield server.dsn
+        finally:
+            server.stop("immediate")
+
+
+def run(dsn: str, *statements: str) -> None:
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        for statement in statements:
+            conn.execute(statement.encode())
+
+
+@contextmanager
+def report(dsn: str) -> Iterator[None]:
+    with psycopg.connect(dsn, application_name="report") as conn:
+        conn.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        conn.execute("SELECT 1")
+        yield
+
+
+@contextmanager
+def writer(dsn: str) -> Iterator[None]:
+    """It holds no snapshot between its statements, and the rows that it may have written back all the same."""
+    with psycopg.connect(dsn, application_name="writer") as conn:
+        conn.execute("CREATE TABLE public.written (n int)")
+        yield
+        conn.rollback()
+
+
+@contextmanager
+def prepared(dsn: str) -> Iterator[None]:
+    run(dsn, "BEGIN", "CREATE TABLE public.forgotten (n int)", "PREPARE TRANSACTION 'it''s mine'")
+    yield
+    run(dsn, "ROLLBACK PREPARED 'it''s mine'")
+
+
+@contextmanager
+def slot(dsn: str) -> Iterator[None]:
+    run(dsn, "SELECT pg_create_logical_replication_slot('abandoned', 'pgoutput')")
+    yield
+    run(dsn, "SELECT pg_drop_replication_slot('abandoned')")
+
+
+HOLDERS: list[tuple[Callable[[str], AbstractContextManager[None]], str, str, str]] = [
+    (report, "session", "report, idle in transaction, in a transaction since", "pg_terminate_backend("),
+    (writer, "session", "writer, idle in transaction, in a transaction since", "pg_terminate_backend("),
+    (prepared, "prepared", "prepared transaction it's mine", "ROLLBACK PREPARED 'it''s mine'"),
+    (slot, "slot", "replication slot abandoned, which nobody reads", "pg_drop_replication_slot('abandoned')"),
+]
+
+
+def made(dsn: str, worker: MiniWorker) -> Janitor:
+    times = {"poll_interval": 1.0, "rescue_interval": 1.0, "retention_days": 1.0}
+    link = Link(dsn, "janitor")
+    return Janitor(link, worker.who.worker_id, **times, known=set, cancel=lambda ids: None, ready=lambda: None)
+
+
+def said(caplog: pytest.LogCaptureFixture, event: str) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if getattr(record, "event", None) == event]
+
+
+@pytest.mark.parametrize("holder", HOLDERS, ids=lambda holder: holder[0].__name__)
+@pytest.mark.parametrize("role", ["owner", "plain_worker"])
+async def test_it_is_told_of_once_and_when_it_is_gone(
+    dsn: str,
+    holder: tuple[Callable[[str], AbstractContextManager[None]], str, str, str],
+    role: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hold, kind, what, remedy = holder
+    monkeypatch.setattr(janitor, "HELD_FOR", 0.2)
+    caplog.set_level(logging.INFO)
+    run(dsn, "DELETE FROM pgqueue.workers")
+    async with await connect(dsn if role == "owner" else dsn_of(role, dsn)) as conn:
+        first = made(dsn, await MiniWorker(conn).register())
+        second = made(dsn, await MiniWorker(conn).register())
+
+        async def look() -> None:
+            for _ in range(4):
+                run(dsn, "SELECT pg_current_xact_id()")
+                await asyncio.sleep(0.1)
+                await first.look_for_holders(conn)
+                await second.look_for_holders(conn)
+
+        await look()
+        assert not said(caplog, "snapshot.held"), "nothing is held"
+        with hold(dsn):
+            await look()
+            (record,) = said(caplog, "snapshot.held")
+            assert record.levelno == logging.WARNING
+            assert record.fields["kind"] == kind  # type: ignore[attr-defined]
+            assert what in record.getMessage()
+            assert remedy in record.getMessage()
+            assert not said(caplog, "snapshot.released")
+        await look()
+        assert len(said(caplog, "snapshot.held")) == len(said(caplog, "snapshot.released")) == 1
+
+
+async def test_it_is_as_old_as_what_it_does_not_see(dsn: str) -> None:
+    async with await connect(dsn) as conn:
+        watch = Watch()
+
+        async def age() -> float:
+            return max((each.seconds for each in await watch.look(conn)), default=0.0)
+
+        with report(dsn):
+            await watch.look(conn)
+            await asyncio.sleep(0.3)
+            assert await age() == 0, "nobody has written since"
+            run(dsn, "SELECT pg_current_xact_id()")
+            await watch.look(conn)
+            await asyncio.sleep(0.3)
+            assert await age() >= 0.3
+            for _ in range(1000):
+                await watch.look(conn)
+            assert len(watch._samples) <= 200
+            assert await age() >= 0.3, "what is remembered gets thinner, not shorter"
+        assert await age() == 0
