@@ -967,6 +967,7 @@ ALTER TABLE pgqueue.audit ALTER COLUMN id ADD GENERATED ALWAYS AS IDENTITY (
 CREATE TABLE pgqueue.effects (
     key text NOT NULL,
     job_id bigint NOT NULL,
+    lease_token uuid,
     begun_at timestamp with time zone DEFAULT clock_timestamp() NOT NULL,
     done_at timestamp with time zone,
     result jsonb,
@@ -974,6 +975,8 @@ CREATE TABLE pgqueue.effects (
 );
 
 COMMENT ON TABLE pgqueue.effects IS 'One row per effect that must not happen twice: begun by which job, and done or not.';
+
+COMMENT ON COLUMN pgqueue.effects.lease_token IS 'Of the attempt that began it.';
 
 CREATE SEQUENCE pgqueue.job_ids
     START WITH 1

@@ -95,8 +95,15 @@ async def effect_done(conn: Connection, id: int, effect: Effect, result: str | N
     return await (await conn.execute(SQL.effect_done, parameters, prepare=False)).fetchone() is not None
 
 
-async def effect_undone(conn: Connection, id: int, effect: Effect) -> None:
-    await conn.execute(SQL.effect_undone, {"id": id, "key": effect.key}, prepare=False)
+async def effect_undone(conn: Connection, lease: Lease, effect: Effect) -> None:
+    """The attempt that had this lease did not have the effect."""
+    parameters = {
+        "id": lease.id,
+        "lease_token": lease.lease_token,
+        "key": effect.key,
+        "at_most_once": effect.at_most_once,
+    }
+    await conn.execute(SQL.effect_undone, parameters, prepare=False)
 
 
 async def complete_duplicate(conn: Connection, lease: Lease, key: str) -> bool:

@@ -119,7 +119,8 @@ async def run(
             # Whoever takes a key from one of these jobs must know the others by it, too.
             ctx.idempotency_key = effect.key
         if (outcome := await executors.once.begin(job, lease_token, threads, effect)) is not None:
-            return outcome, None
+            # Given back, because the answer was lost: should the effect have been begun, it did not happen.
+            return outcome, effect if type(outcome) is Lease else None
     attempt = running[job.id] = Attempt(job, ctx, task)
     try:
         return await outcome_of(handler, middlewares, executors, attempt, arguments), ctx._effect

@@ -61,7 +61,7 @@ async def settle(conn: Connection, outcome: Outcome, effect: Effect) -> dict[int
                 await idempotency.effect_done(conn, outcome.id, effect, outcome.result)
             elif done and not isinstance(outcome, Written) and getattr(outcome, "reason", None) != "in_doubt":
                 # The handler itself said that it did not do it.
-                await idempotency.effect_undone(conn, outcome.id, effect)
+                await idempotency.effect_undone(conn, outcome, effect)
             return done
     except finish.UNSTORABLE as error:
         if not isinstance(outcome, Completed):

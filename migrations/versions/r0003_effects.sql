@@ -2,15 +2,18 @@
 -- A statement ends with a semicolon before an empty line; each is executed on its own.
 
 CREATE TABLE pgqueue.effects (
-    key        text        PRIMARY KEY,
-    job_id     bigint      NOT NULL,
-    begun_at   timestamptz NOT NULL DEFAULT clock_timestamp(),
-    done_at    timestamptz,
-    result     jsonb,
-    expires_at timestamptz NOT NULL
+    key         text        PRIMARY KEY,
+    job_id      bigint      NOT NULL,
+    lease_token uuid,
+    begun_at    timestamptz NOT NULL DEFAULT clock_timestamp(),
+    done_at     timestamptz,
+    result      jsonb,
+    expires_at  timestamptz NOT NULL
 );
 
 COMMENT ON TABLE pgqueue.effects IS 'One row per effect that must not happen twice: begun by which job, and done or not.';
+
+COMMENT ON COLUMN pgqueue.effects.lease_token IS 'Of the attempt that began it.';
 
 CREATE INDEX effects_expiry ON pgqueue.effects (expires_at);
 

@@ -4,11 +4,11 @@
 WITH lease AS MATERIALIZED (
     SELECT j.id FROM pgqueue.jobs_live j WHERE j.id = %(id)s AND j.lease_token = %(lease_token)s::uuid FOR UPDATE
 ), taken AS (
-    INSERT INTO pgqueue.effects AS e (key, job_id, expires_at)
-    SELECT %(key)s, l.id, clock_timestamp() + make_interval(secs => %(ttl)s) FROM lease l
+    INSERT INTO pgqueue.effects AS e (key, job_id, lease_token, expires_at)
+    SELECT %(key)s, l.id, %(lease_token)s::uuid, clock_timestamp() + make_interval(secs => %(ttl)s) FROM lease l
     ON CONFLICT (key) DO UPDATE
-        SET job_id = excluded.job_id, begun_at = excluded.begun_at, expires_at = excluded.expires_at, done_at = NULL,
-            result = NULL
+        SET job_id = excluded.job_id, lease_token = excluded.lease_token, begun_at = excluded.begun_at,
+            expires_at = excluded.expires_at, done_at = NULL, result = NULL
         WHERE e.done_at IS NOT NULL AND e.expires_at <= clock_timestamp()
            OR e.done_at IS NULL AND NOT %(at_most_once)s AND e.job_id <> excluded.job_id AND e.begun_at < statement_timestamp()
               AND NOT EXISTS (SELECT FROM pgqueue.jobs_live j WHERE j.id = e.job_id)

@@ -15,6 +15,7 @@ import pytest
 from pgqueue import Context, PgQueue, rescue
 from pgqueue.errors import DatabaseUnavailable
 from pgqueue.outcome import JobAbandoned, JobCancelled, Retry
+from pgqueue.sql import SQL
 from pgqueue.worker.runtime import Runtime
 from tests.db.queue import MiniWorker
 from tests.once.arena import Arena, Place
@@ -139,6 +140,26 @@ async def test_the_end_of_an_outside_effect_is_not_lost_with_a_connection(arena:
         assert calls == ["k"]
         assert await place.value("SELECT count(*) FROM pgqueue.effects WHERE done_at IS NOT NULL") == 1
         assert proxy.cuts == 1
+
+
+@pytest.mark.parametrize("when", ["before", "during", "after"])
+async def test_an_intent_that_is_cut_leaves_no_doubt(arena: Arena, when: When) -> None:
+    """The handler did not run: the job is given back, and what may have been begun is undone."""
+    calls = []
+    app = PgQueue()
+
+    @app.job("t", retry=NO_RETRY, at_most_once=True)
+    async def handler(key: str) -> str:
+        calls.append(key)
+        return "done"
+
+    async with arena.place() as place, proxied(place.dsn) as proxy:
+        proxy.cut(SQL.begin_effect[:60], when)
+        id = await place.add("t", {"key": "k"}, max_attempts=1)
+        async with worker_inside(app, place.dsn, handlers_dsn=proxy.dsn()) as runtime:
+            assert await verdict(place, runtime, id) == GOOD | {"result": "done", "effects": 0}
+        assert proxy.cuts == 1
+        assert calls == ["k"]
 
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])

@@ -222,14 +222,23 @@ async def test_one_that_must_not_happen_twice_is_not(two: Two) -> None:
 
 async def test_what_the_handler_did_not_do_is_free_again(conn, two: Two) -> None:
     await two.begin(0, AT_MOST_ONCE)
-    await idempotency.effect_undone(conn, two.jobs[0].id, AT_MOST_ONCE)
+    await idempotency.effect_undone(conn, two.lease(0), AT_MOST_ONCE)
     assert await two.begin(1, AT_MOST_ONCE) is Standing.OURS
     # Somebody else's, or one that is done, is not undone.
-    await idempotency.effect_undone(conn, two.jobs[0].id, AT_MOST_ONCE)
+    await idempotency.effect_undone(conn, two.lease(0), AT_MOST_ONCE)
     assert await two.begin(1, AT_MOST_ONCE) is Standing.AGAIN
     await two.done(1)
-    await idempotency.effect_undone(conn, two.jobs[1].id, AT_MOST_ONCE)
+    await idempotency.effect_undone(conn, two.lease(1), AT_MOST_ONCE)
     assert await two.begin(0, AT_MOST_ONCE) is Standing.DONE
+
+
+async def test_what_an_earlier_attempt_began_is_not_undone_by_a_later_one(conn, two: Two) -> None:
+    """Unless it may happen twice."""
+    later = Lease(two.jobs[0].id, "00000000-0000-0000-0000-000000000000")
+    for effect, left in ((AT_MOST_ONCE, 1), (KEYED, 0)):
+        await two.begin(0, effect)
+        await idempotency.effect_undone(conn, later, effect)
+        assert await value(conn, "SELECT count(*) FROM pgqueue.effects") == left
 
 
 async def test_past_its_time_it_may_happen_anew(conn, two: Two) -> None:
