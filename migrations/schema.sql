@@ -169,7 +169,9 @@ BEGIN
     IF job.status = 'running' THEN
         UPDATE pgqueue.jobs_live j SET cancel_requested_at = coalesce(j.cancel_requested_at, statement_timestamp())
         WHERE j.id = job.id;
-        IF pg_notification_queue_usage() < 0.5 THEN
+        -- A hint, too: the worker looks once a second.
+        IF EXISTS (SELECT FROM pgqueue.workers w WHERE w.id = job.worker_id AND w.listening)
+            AND pg_notification_queue_usage() < 0.5 THEN
             PERFORM pg_notify('pgqueue_' || job.worker_id, 'cancel');
         END IF;
     ELSE

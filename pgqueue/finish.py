@@ -25,6 +25,7 @@ from pgqueue.db import Connection, array, array_of_texts, retrying
 from pgqueue.job import Lease
 from pgqueue.log import say
 from pgqueue.sql import SQL
+from pgqueue.wake import wake
 
 logger = logging.getLogger("pgqueue.finish")
 
@@ -179,7 +180,7 @@ async def release(conn: Connection, jobs: Sequence[Released]) -> set[int]:
     back = await retrying(send)
     if back:
         _, queues, types, demands = map(list, zip(*back, strict=True))
-        await conn.execute(SQL.wake, {"queues": queues, "types": types, "demands": demands}, prepare=False)
+        await wake(conn, queues, types, demands)
     done = {row[0] for row in back}
     return done | await stop(conn, jobs, done)
 

@@ -19,10 +19,18 @@ from pgqueue.log import say
 logger = logging.getLogger("pgqueue.listen")
 
 PING_EVERY = 3.0
+LOOK_EVERY = 1.0
 PONG_WITHIN = 5.0
 LOCK_WITHIN = "1s"
 """The lock of all NOTIFYs is held for longer only by a commit that hangs (its standby is away). Then nobody must wake
 this worker: whoever did would hang as well."""
+HANGS = """
+SELECT EXISTS (
+    SELECT FROM pg_locks
+    WHERE locktype = 'object' AND database = 0 AND classid = 'pg_database'::regclass AND objid = 0 AND NOT granted
+      AND waitstart < clock_timestamp() - %s::interval
+)
+"""
 FIRST_PAUSE = 0.1
 DEAF_PAUSE = 30.0
 
@@ -55,6 +63,9 @@ class Listener:
                     await conn.close()
             except (psycopg.Error, DatabaseUnavailable, OSError) as error:
                 say(logger, logging.WARNING, "listen.lost", f"the listener lost its connection: {error}")
+            except HangError:
+                text = "NOTIFY hangs: somebody's commit holds its lock (is a standby away?); this worker polls"
+                say(logger, logging.WARNING, "listen.hangs", text)
             except DeafError:
                 if heard:
                     say(logger, logging.WARNING, "listen.lost", "the listener does not hear itself any more")
@@ -85,8 +96,18 @@ class Listener:
                 self.changed()
                 # What was committed before LISTEN took effect was not notified: somebody must look.
                 self.heard("")
-            async for notice in conn.notifies(timeout=PING_EVERY):
-                self.heard(notice.payload)
+            next_ping = time.monotonic() + PING_EVERY
+            while (left := next_ping - time.monotonic()) > 0:
+                async for notice in conn.notifies(timeout=min(LOOK_EVERY, left)):
+                    self.heard(notice.payload)
+                await self._look(conn)
+
+    async def _look(self, conn: Connection) -> None:
+        """A ping would notice, too, but each one wakes every listener of the database. This wakes nobody."""
+        with cut_after(conn, PONG_WITHIN):
+            row = await (await conn.execute(HANGS, [LOCK_WITHIN], prepare=False)).fetchone()
+        if row is not None and row[0]:
+            raise HangError
 
     async def _ping(self, conn: Connection) -> None:
         """Sends a word to itself, and waits until it has come."""
@@ -105,6 +126,10 @@ class Listener:
                     came = True
                 else:
                     self.heard(notice.payload)
+
+
+class HangError(Exception):
+    """Whoever sends a notification waits for somebody else's commit."""
 
 
 class DeafError(Exception):

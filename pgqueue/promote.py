@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 from pgqueue.db import Connection, retrying
 from pgqueue.sql import SQL
+from pgqueue.wake import wake
 
 BEGINNING = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -32,7 +33,7 @@ async def promote(conn: Connection, floor: DueFloor, limit: int = 1000) -> int:
     if last is not None:
         # Equal times may be split over two batches, and a promoter elsewhere may have rolled back: stay a little below.
         floor.run_at = max(floor.run_at, last - timedelta(milliseconds=10))
-        await conn.execute(SQL.wake, {"queues": queues, "types": types, "demands": demands}, prepare=False)
+        await wake(conn, queues or [], types or [], demands or [])
     return promoted
 
 

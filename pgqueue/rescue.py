@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from pgqueue.db import Connection, retrying
 from pgqueue.sql import SQL
+from pgqueue.wake import wake
 
 MAX_LOST = 3
 
@@ -32,5 +33,5 @@ async def _batch(conn: Connection, limit: int) -> Rescued:
     assert row is not None
     jobs, poisoned, queues, types, demands = row
     if queues:
-        await conn.execute(SQL.wake, {"queues": queues, "types": types, "demands": demands}, prepare=False)
+        await wake(conn, queues, types, demands)
     return Rescued(jobs, poisoned)

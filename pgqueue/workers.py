@@ -99,13 +99,6 @@ async def may_sleep(conn: Connection) -> bool:
     return bool(row and row[0])
 
 
-async def wake(conn: Connection, queues: Sequence[str], types: Sequence[str], demands: Sequence[int]) -> bool:
-    """Wakes idle workers that can run such jobs; whether there was one."""
-    parameters = {"queues": list(queues), "types": list(types), "demands": list(demands)}
-    row = await (await conn.execute(SQL.wake, parameters, prepare=False)).fetchone()
-    return bool(row and row[0])
-
-
 async def cancellations(conn: Connection, worker_id: UUID) -> list[Lease]:
     """The running jobs of this worker that somebody wants stopped."""
     cursor = await conn.execute(SQL.cancellations, {"worker_id": worker_id}, prepare=False)

@@ -20,6 +20,7 @@ from pgqueue.claim import Claim, Claimant, Claimed, Lanes, claim_next
 from pgqueue.db import Connection
 from pgqueue.failpoints import failpoint
 from pgqueue.log import say
+from pgqueue.wake import wake
 from pgqueue.worker.finisher import Finisher
 from pgqueue.worker.link import Link
 from pgqueue.worker.slots import Slots
@@ -190,9 +191,7 @@ class Claimer:
             await asyncio.sleep(0)  # the handlers first
             await self._mark(conn, busy=got >= limit or self._wanted() <= 0)
         if parked:
-            await workers.wake(
-                conn, *map(list, zip(*[(j.queue, j.type, j.thread_demand) for j in parked], strict=True))
-            )
+            await wake(conn, *map(list, zip(*[(j.queue, j.type, j.thread_demand) for j in parked], strict=True)))
         if got >= limit or self._wanted() <= 0:
             # There may be more than this worker takes: the next idle one is woken, and so on down the line.
             await self._wake_next(conn, claims[-1].jobs[-1])
@@ -215,7 +214,7 @@ class Claimer:
         """Not if nobody was idle a moment ago: who became so since then has looked for work itself."""
         now, kind = time.monotonic(), (job.queue, job.type)
         busy, since = self._all_busy
-        if (kind != busy or now - since > WATCHFUL) and not await workers.wake(conn, [job.queue], [job.type], [1]):
+        if (kind != busy or now - since > WATCHFUL) and not await wake(conn, [job.queue], [job.type], [1]):
             self._all_busy = (kind, now)
 
     def _hand_over(self, claims: list[Claim]) -> tuple[int, list[Claimed]]:

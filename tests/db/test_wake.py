@@ -18,6 +18,7 @@ import pytest
 from pgqueue import control, enqueue, finish, promote, rescue, workers
 from pgqueue.db import connect
 from pgqueue.job import Lease, NewJob
+from pgqueue.wake import wake
 from tests.db.queue import MiniWorker, add, value
 
 ISOLATIONS = ("READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE")
@@ -381,7 +382,7 @@ class Sleeper:
             self.idle = False
             await workers.mark_busy(self.conn, self.worker.who.worker_id)
         if len(jobs) == 4:
-            await workers.wake(self.conn, ["default"], ["t"], [1])
+            await wake(self.conn, ["default"], ["t"], [1])
         await asyncio.sleep(random.uniform(0, 0.02))
         assert len(await self.worker.complete(jobs)) == len(jobs)
         return True
