@@ -139,7 +139,7 @@ class Claimer:
             self.idle = True
         elif pause == 0.0 and not self.look_closer:
             # Nothing has happened since it went to sleep.
-            await self._woken(self.poll_interval * random.uniform(0.8, 1.0))
+            await self._sleep(self.poll_interval * random.uniform(0.8, 1.0))
             return 0.0
         self.look_closer = False
         if await workers.may_sleep(conn):
@@ -150,23 +150,29 @@ class Claimer:
                     # It was not allowed to look everywhere yet: it gets up as soon as it is.
                     self.look_closer = True
                     seconds = min(seconds, max(0.0, self.lanes.next_sweep - time.monotonic()))
-                await self._woken(seconds)
+                await self._sleep(seconds)
             return 0.0
         pause = min(max(pause * 2, WATCHFUL), self.poll_interval)
-        await self._woken(pause)
+        await self._sleep(pause)
         return pause
 
-    async def _woken(self, seconds: float) -> None:
+    async def _sleep(self, seconds: float) -> None:
+        """Whom nobody woke looks everywhere: the poll must find what no lane and no floor shows, too."""
+        if not await self._woken(seconds):
+            self.lanes.last_sweep = 0.0
+
+    async def _woken(self, seconds: float) -> bool:
         self._slept = True
         try:
             async with asyncio.timeout(seconds):
                 await self.wake.wait()
         except TimeoutError:
-            return
+            return False
         self.wake.clear()
         self.look_closer = True
         self._wakes.append(time.monotonic())
         del self._wakes[:-20]
+        return True
 
     def _lingers(self) -> bool:
         """Woken a hundred times a second: looking again is cheaper for everybody than sleeping and being woken."""
