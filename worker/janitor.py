@@ -98,9 +98,10 @@ class Janitor:
             await self._sleep()
 
     async def _sleep(self) -> None:
-        seconds = min(self.poll_interval, TICK_EVERY)
+        now = time.monotonic()
+        seconds = min(self.poll_interval, TICK_EVERY, max(0.0, self._next_rescue - now))
         if self._next_due is not None:
-            seconds = min(seconds, max(0.0, self._next_due - time.monotonic()))
+            seconds = min(seconds, max(0.0, self._next_due - now))
         await asyncio.sleep(min(TICK_PAUSE, seconds))
         seconds = max(0.0, seconds - TICK_PAUSE)
         try:
