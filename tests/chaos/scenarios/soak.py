@@ -56,12 +56,13 @@ class Soak:
 
     async def produce(self) -> None:
         types = ["effect"] * 14 + ["threaded"] * 2 + ["keyed"] * 3 + ["mail"]
-        for moment in self.every(0.1):
+        # A ledger that is synced more often would be what sets the pace.
+        for moment in self.every(0.25):
             await asyncio.sleep(max(0.0, moment - time.monotonic()))
             if self.backlog > BACKLOG:
                 continue
             jobs = []
-            for key in self.lab.keys(PER_SECOND // 10):
+            for key in self.lab.keys(PER_SECOND // 4):
                 type = self.lab.random.choice(types)
                 fails = type == "effect" and self.lab.random.random() < FAILING * len(types) / 14
                 jobs.append((type, {"key": key} | ({"fail": 1} if fails else {})))
