@@ -13,7 +13,7 @@ from pgqueue.prune import PARTITIONS_AHEAD
 from pgqueue.worker.janitor import Janitor
 from pgqueue.worker.link import Link
 from tests.chaos.cuts.stage import OUTAGES, Stage, Theatre
-from tests.chaos.lab import RESCUE, Ground
+from tests.chaos.lab import RESCUE
 
 RETENTION = 30
 KEPT = 20
@@ -76,8 +76,7 @@ DAY = "to_char(current_date + {days}, '_YYYYMMDD')"
 class House:
     """A database with something to do for each statement of a janitor."""
 
-    def __init__(self, ground: Ground, conn: Connection) -> None:
-        self.ground = ground
+    def __init__(self, conn: Connection) -> None:
         self.conn = conn
         self.due = self.lost = self.old = 0
         self.added = 1
@@ -223,7 +222,7 @@ async def keep_house(theatre: Theatre) -> None:
         stages.append(await theatre.stage(path, *PATHS[path], wire=first.wire))
     link = first.link()
     async with first.direct() as conn:
-        house = House(theatre.ground, conn)
+        house = House(conn)
         await house.prepare()
         while paths := {stage.path for stage in stages if stage.goes_on}:
             # Those before have their cuts, and those behind are not reached: work for the next one will do.

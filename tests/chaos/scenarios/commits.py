@@ -67,15 +67,15 @@ class Cuts:
         lab = self.lab
         self.wire = await lab.wire(self.ground)
         for name in WRITES:
-            self.wire.cut(head(name), 0.02, name, lab.size(0, 5, 50))
+            # After each cut a worker pauses for longer, up to two seconds.
+            self.wire.cut(head(name), 0.01, name, lab.size(0, 5, 20))
         self.commits = self.wire.cut(head(COMMIT), 0.04, aim=aim)
         lab.sink()
         for _ in range(2):
             lab.worker(self.ground, dsn=self.wire.dsn, threads=8)
-        await self.produce(lab.size(200, 1_500, 6_000))
+        await self.produce(lab.size(200, 1_500, 4_000))
         while self.commits.lacks:
             await self.produce(lab.size(50, 200, 1_000))
-        await self.ground.settled()
 
     async def produce(self, number: int) -> None:
         types = ["effect"] * 4 + ["keyed", "fickle", "stepped", "mail"]
@@ -83,7 +83,7 @@ class Cuts:
         choice = self.lab.random.choice
         jobs = [(choice(types), {"key": key, "seconds": choice(seconds)}) for key in self.lab.keys(number)]
         await self.lab.produce(self.ground, jobs)
-        await self.ground.settled()
+        await self.ground.settled(within=self.lab.size(300, 300, 1_800))
 
 
 @scenario(

@@ -57,7 +57,7 @@ async def x5(lab: Lab) -> Verdict:
     wire = await lab.wire(ground)
     verdict = Verdict()
     async with await connect(ground.dsn) as conn:
-        house = House(ground, conn)
+        house = House(conn)
         await house.prepare()
         scene = Scene(lab, ground, wire, house, verdict)
         for _ in range(lab.size(1, 1, 10)):
