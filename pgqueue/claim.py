@@ -10,6 +10,8 @@ Below a floor, a job can stand only if its transaction committed very late or ro
 looks everywhere and without floors, finds those, and the lanes that the worker does not know yet. It takes no more
 than it may, but tells where each lane begins, and that is the lane's floor from then on, be it higher or lower. It runs
 when a claim comes back short and at least every second; one that was not cheap has to wait until it is 5 % of the time.
+Then it is better left to a scout on another connection, which claims nothing and only tells the floors: one job in
+twenty would have to wait behind a sweep.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ SWEEP_EVERY = 0.9
 """Seconds; with what a sweep and the claim after it take, nothing waits for longer than one."""
 CHEAP_SWEEP = 0.005
 SWEEP_SHARE = 0.05
+OVERDUE = 2.0
+"""Seconds: if the scout is so late, whoever claims sweeps again."""
 FORGET_LANE_AFTER = 60.0
 BEHIND = 256
 """A floor stays so far behind the highest `seq` claimed: of producers that commit side by side, one that took a lower
@@ -122,8 +126,27 @@ class Lanes:
     def swept(self, started: float, ended: float) -> None:
         self.last_sweep = ended
         self.sweep_cost = ended - started
-        self.next_sweep = ended + self.sweep_cost * (1 / SWEEP_SHARE - 1)
+        self.next_sweep = ended + self.pause_after_sweep()
         self.forget(ended)
+
+    def pause_after_sweep(self) -> float:
+        return self.sweep_cost * (1 / SWEEP_SHARE - 1)
+
+    def needs_scout(self) -> bool:
+        return self.sweep_cost >= CHEAP_SWEEP
+
+    def scouted(self, firsts: Sequence[Claimed]) -> bool:
+        """From the first jobs of all lanes as they were a moment ago; whether there are some that we would not see."""
+        news = False
+        for first in firsts:
+            lane = (first.queue, first.priority)
+            floor = self.floors.get(lane)
+            if floor is None or first.seq < floor:
+                self.floors[lane] = first.seq
+                news = True
+            else:
+                self.floors[lane] = max(floor, first.seq - BEHIND)
+        return news
 
 
 async def claim_next(conn: Connection, who: Claimant, lanes: Lanes, limit: int, *, quick: bool = False) -> list[Claim]:
@@ -169,6 +192,16 @@ async def sweep(conn: Connection, who: Claimant, lanes: Lanes, limit: int) -> Cl
     lanes.learn(rows, ended)
     lanes.swept(started, ended)
     return Claim(token, [job for job in rows if job.id])
+
+
+async def scout(conn: Connection, who: Claimant, lanes: Lanes) -> bool:
+    """Looks where a sweep would and takes nothing; whether there is something to claim that we would not have seen."""
+    started = time.monotonic()
+    _, firsts = await take(conn, SQL.sweep, who, 0, {"queues": who.queues})
+    lanes.swept(started, time.monotonic())
+    lanes.next_sweep += OVERDUE
+    lanes.look_for_parked = True
+    return lanes.scouted(firsts)
 
 
 async def claim_parked(conn: Connection, who: Claimant, limit: int, lowest: int | None = None) -> Claim:

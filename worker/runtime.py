@@ -44,6 +44,7 @@ from pgqueue.worker.host import WorkerHost
 from pgqueue.worker.janitor import Janitor
 from pgqueue.worker.link import Link
 from pgqueue.worker.once import Once
+from pgqueue.worker.scout import Scout
 from pgqueue.worker.slots import Slots
 from pgqueue.workers import Pulse, Worker
 
@@ -157,6 +158,7 @@ class Runtime:
             partial(self.janitor.reconcile, age=0),
             lambda: self.heartbeat.lease_stands(time.monotonic()),
         )
+        self.scout = Scout(Link(self.dsn, f"pgqueue-scout {name}"), self.claimer)
         self.listener = Listener(
             self.settings.listen_url or self.dsn, workers.channel(self.worker.id), self._heard, f"pgqueue-listen {name}"
         )
@@ -167,6 +169,7 @@ class Runtime:
 
     def _parts(self) -> Iterable[tuple[str, Any]]:
         yield "claimer", self.claimer.run()
+        yield "scout", self.scout.run()
         yield "finisher", self.finisher.run()
         yield "janitor", self.janitor.run()
         yield "listener", self.listener.run()
@@ -273,7 +276,7 @@ class Runtime:
                 await self._retire()
                 await self.once.close()
                 await self.host.close()
-                for link in (self.claimer.link, self.finisher.link, self.janitor.link):
+                for link in (self.claimer.link, self.scout.link, self.finisher.link, self.janitor.link):
                     await link.close()
         self.executors.close()
         say(

@@ -207,3 +207,28 @@ async def test_of_producers_side_by_side_the_later_one_needs_no_sweep(dsn, conn)
         await add(conn, NewJob(type="t"))
         assert len((await claim.claim(conn, worker.who, worker.lanes, 10)).jobs) == 1
     assert len((await claim.claim(conn, worker.who, worker.lanes, 10)).jobs) == 1
+
+
+async def test_a_scout_tells_what_claims_do_not_see(dsn, conn):
+    """And claims nothing itself."""
+    worker = await MiniWorker(conn, types=["t"]).register()
+    async with await psycopg.AsyncConnection.connect(dsn) as late:
+        (job,) = await (await late.execute("INSERT INTO pgqueue.jobs (type) VALUES ('t') RETURNING id")).fetchone()
+        await add(conn, *[NewJob(type="t") for _ in range(2 * claim.BEHIND)])
+        await worker.complete(await worker.claim(3 * claim.BEHIND))
+        await late.commit()
+    (other,) = await add(conn, NewJob(type="t", queue="new"))
+    assert (await claim.claim(conn, worker.who, worker.lanes, 10)).jobs == []
+    assert await claim.scout(conn, worker.who, worker.lanes)
+    assert not await claim.scout(conn, worker.who, worker.lanes), "it has told of them"
+    assert {each.id for each in (await claim.claim(conn, worker.who, worker.lanes, 10)).jobs} == {job, other}
+
+
+async def test_who_claims_sweeps_again_when_the_scout_is_overdue(conn):
+    worker = await MiniWorker(conn, types=["t"]).register()
+    await claim.scout(conn, worker.who, worker.lanes)
+    worker.lanes.sweep_cost = claim.CHEAP_SWEEP
+    assert worker.lanes.needs_scout()
+    now = time.monotonic()
+    assert not worker.lanes.may_sweep(now)
+    assert worker.lanes.may_sweep(now + 2 * claim.OVERDUE)
