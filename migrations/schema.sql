@@ -707,31 +707,43 @@ CREATE FUNCTION pgqueue.snapshot_holders() RETURNS TABLE(kind text, name text, t
     LANGUAGE sql STABLE SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     AS $_$
-    SELECT CASE WHEN a.datid IS NULL THEN 'standby' ELSE 'session' END, a.pid::text,
-           greatest(age(a.backend_xid), age(a.backend_xmin)), a.xact_start,
-           CASE WHEN a.datid IS NULL
-                THEN format('standby%s (process %s), which reports what its queries need', ' ' || nullif(a.application_name, ''), a.pid)
-                ELSE format('session %s (%s)', a.pid, concat_ws(', ', 'user ' || a.usename, nullif(a.application_name, ''),
-                            a.state, 'in a transaction since ' || date_trunc('second', a.xact_start))) END,
-           CASE WHEN a.datid IS NULL
-                THEN 'end the long query there, or turn hot_standby_feedback off'
-                ELSE format('end its transaction, or end it: SELECT pg_terminate_backend(%s)', a.pid) END
-    FROM pg_stat_activity a
-    WHERE (a.datid IS NULL OR a.datname = current_database()) AND a.pid <> pg_backend_pid()
-      AND coalesce(a.backend_xid, a.backend_xmin) IS NOT NULL
-      AND NOT EXISTS (SELECT FROM pg_stat_progress_vacuum v WHERE v.pid = a.pid)
-    UNION ALL
-    SELECT 'prepared', p.gid, age(p.transaction), p.prepared,
-           format('prepared transaction %s (user %s, since %s)', p.gid, p.owner, date_trunc('second', p.prepared)),
-           format('decide it: COMMIT PREPARED %1$L or ROLLBACK PREPARED %1$L', p.gid)
-    FROM pg_prepared_xacts p WHERE p.database = current_database()
-    UNION ALL
-    SELECT 'slot', s.slot_name, greatest(age(s.xmin), CASE WHEN NOT s.active THEN age(s.catalog_xmin) END), NULL,
-           format('replication slot %s%s', s.slot_name, CASE WHEN NOT s.active THEN ', which nobody reads' END),
-           CASE WHEN s.active THEN 'end the long query of its standby, or turn hot_standby_feedback off there'
-                ELSE format('start its reader, or drop it: SELECT pg_drop_replication_slot(%L)', s.slot_name) END
-    FROM pg_replication_slots s
-    WHERE s.xmin IS NOT NULL OR s.catalog_xmin IS NOT NULL AND NOT s.active
+    WITH running AS MATERIALIZED (
+        SELECT a.backend_xid AS xid, a.pid::text AS name FROM pg_stat_activity a WHERE a.backend_xid IS NOT NULL
+        UNION ALL
+        SELECT p.transaction, p.gid FROM pg_prepared_xacts p
+    ), holder AS (
+        SELECT CASE WHEN a.datid IS NULL THEN 'standby' ELSE 'session' END AS kind, a.pid::text AS name,
+               CASE WHEN age(a.backend_xid) > age(a.backend_xmin) OR a.backend_xmin IS NULL
+                    THEN a.backend_xid ELSE a.backend_xmin END AS xid,
+               a.xact_start AS since,
+               CASE WHEN a.datid IS NULL
+                    THEN format('standby%s (process %s), which reports what its queries need', ' ' || nullif(a.application_name, ''), a.pid)
+                    ELSE format('session %s (%s)', a.pid, concat_ws(', ', 'user ' || a.usename, nullif(a.application_name, ''),
+                                a.state, 'in a transaction since ' || date_trunc('second', a.xact_start))) END AS what,
+               CASE WHEN a.datid IS NULL
+                    THEN 'end the long query there, or turn hot_standby_feedback off'
+                    ELSE format('end its transaction, or end it: SELECT pg_terminate_backend(%s)', a.pid) END AS remedy
+        FROM pg_stat_activity a
+        WHERE (a.datid IS NULL OR a.datname = current_database()) AND a.pid <> pg_backend_pid()
+          AND coalesce(a.backend_xid, a.backend_xmin) IS NOT NULL
+          AND NOT EXISTS (SELECT FROM pg_stat_progress_vacuum v WHERE v.pid = a.pid)
+        UNION ALL
+        SELECT 'prepared', p.gid, p.transaction, p.prepared,
+               format('prepared transaction %s (user %s, since %s)', p.gid, p.owner, date_trunc('second', p.prepared)),
+               format('decide it: COMMIT PREPARED %1$L or ROLLBACK PREPARED %1$L', p.gid)
+        FROM pg_prepared_xacts p WHERE p.database = current_database()
+        UNION ALL
+        SELECT 'slot', s.slot_name, CASE WHEN s.active OR age(s.xmin) > age(s.catalog_xmin) OR s.catalog_xmin IS NULL
+                                         THEN s.xmin ELSE s.catalog_xmin END, NULL,
+               format('replication slot %s%s', s.slot_name, CASE WHEN NOT s.active THEN ', which nobody reads' END),
+               CASE WHEN s.active THEN 'end the long query of its standby, or turn hot_standby_feedback off there'
+                    ELSE format('start its reader, or drop it: SELECT pg_drop_replication_slot(%L)', s.slot_name) END
+        FROM pg_replication_slots s
+        WHERE s.xmin IS NOT NULL OR s.catalog_xmin IS NOT NULL AND NOT s.active
+    )
+    SELECT h.kind, h.name, age(h.xid), h.since, h.what, h.remedy
+    FROM holder h
+    WHERE NOT EXISTS (SELECT FROM running r WHERE r.xid = h.xid AND r.name <> h.name)
     ORDER BY 3 DESC
 $_$;
 

@@ -226,6 +226,19 @@ def test_without_the_database(server: PostgresServer, dsn: str, serve: Callable[
         until(lambda: scrape(api)("pgqueue_up") == 1)
 
 
+def test_the_oldest_snapshot_has_its_kind(api: Api, dsn: str) -> None:
+    name = "pgqueue_pg_oldest_xmin_age_seconds"
+    with psycopg.connect(dsn) as holder, psycopg.connect(dsn, autocommit=True) as other:
+        holder.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        holder.execute("SELECT 1")
+        other.execute("SELECT pg_current_xact_id()")
+        scrape(api)
+        time.sleep(0.2)
+        found = scrape(api)
+        assert 0.2 <= (found(name, kind="session") or 0) < 60
+        assert {found(name, kind=kind) for kind in ("prepared", "slot", "standby")} == {0}
+
+
 def test_a_storm_of_scrapes_costs_one_look(api: Api) -> None:
     assert api.state
     scrape(api)

@@ -129,6 +129,21 @@ async def test_it_is_told_of_once_and_when_it_is_gone(
         assert len(said(caplog, "snapshot.held")) == len(said(caplog, "snapshot.released")) == 1
 
 
+async def test_of_a_snapshot_beside_an_older_transaction_it_tells_later(dsn: str) -> None:
+    """It is as old as that, and not to blame for it."""
+
+    async def holders() -> list[bool]:
+        return ["report" in each.what for each in await Watch().look(conn)]
+
+    async with await connect(dsn) as conn:
+        first = writer(dsn)
+        first.__enter__()
+        with report(dsn):
+            assert await holders() == [False]
+            first.__exit__(None, None, None)
+            assert await holders() == [True]
+
+
 async def test_it_is_as_old_as_what_it_does_not_see(dsn: str) -> None:
     async with await connect(dsn) as conn:
         watch = Watch()
