@@ -24,12 +24,9 @@ PONG_WITHIN = 5.0
 LOCK_WITHIN = "1s"
 """The lock of all NOTIFYs is held for longer only by a commit that hangs (its standby is away). Then nobody must wake
 this worker: whoever did would hang as well."""
-HANGS = """
-SELECT EXISTS (
-    SELECT FROM pg_locks
-    WHERE locktype = 'object' AND database = 0 AND classid = 'pg_database'::regclass AND objid = 0 AND NOT granted
-      AND waitstart < clock_timestamp() - %s::interval
-)
+HOLDER = """
+SELECT virtualtransaction FROM pg_locks
+WHERE locktype = 'object' AND database = 0 AND classid = 'pg_database'::regclass AND objid = 0 AND granted
 """
 FIRST_PAUSE = 0.1
 DEAF_PAUSE = 30.0
@@ -47,6 +44,8 @@ class Listener:
         """Whether notifications are known to arrive."""
         self.changed: Callable[[], None] = lambda: None
         """Told when that changes."""
+        self._holder: str | None = None
+        self._held_since = 0.0
 
     async def run(self) -> None:
         pause = FIRST_PAUSE
@@ -103,10 +102,14 @@ class Listener:
                 await self._look(conn)
 
     async def _look(self, conn: Connection) -> None:
-        """A ping would notice, too, but each one wakes every listener of the database. This wakes nobody."""
+        """Whether the transaction that held the lock at the last look still has it. A ping would notice, too, but each
+        one wakes every listener of the database; this wakes nobody."""
         with cut_after(conn, PONG_WITHIN):
-            row = await (await conn.execute(HANGS, [LOCK_WITHIN], prepare=False)).fetchone()
-        if row is not None and row[0]:
+            row = await (await conn.execute(HOLDER, prepare=False)).fetchone()
+        holder, now = row[0] if row else None, time.monotonic()
+        if holder is None or holder != self._holder:
+            self._holder, self._held_since = holder, now
+        elif now - self._held_since > LOOK_EVERY / 2:
             raise HangError
 
     async def _ping(self, conn: Connection) -> None:
