@@ -77,11 +77,16 @@ def seed_text(job: Job) -> str:
     }
     if job.finished_at and begun:
         members |= {
-            "queue_time": (begun - job.created_at).total_seconds(),
-            "execution_time": (job.finished_at - begun).total_seconds(),
-            "total_time": (job.finished_at - job.created_at).total_seconds(),
+            "queue_time": _seconds(begun, job.created_at),
+            "execution_time": _seconds(job.finished_at, begun),
+            "total_time": _seconds(job.finished_at, job.created_at),
         }
     return _with_raw(members, job, progress=False)
+
+
+def _seconds(end: datetime, start: datetime) -> float:
+    """A clock that was set back makes no negative times."""
+    return max(0.0, (end - start).total_seconds())
 
 
 def failed_text(job: Job) -> str:

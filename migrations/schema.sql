@@ -1142,9 +1142,9 @@ CREATE VIEW pgqueue.job_metrics AS
     attempt,
     worker_id,
     threads_used AS worker_threads,
-    (COALESCE(started_at, finished_at) - created_at) AS queue_time,
-    (finished_at - COALESCE(started_at, finished_at)) AS execution_time,
-    (finished_at - created_at) AS total_time,
+    GREATEST((COALESCE(started_at, finished_at) - created_at), '00:00:00'::interval) AS queue_time,
+    GREATEST((finished_at - COALESCE(started_at, finished_at)), '00:00:00'::interval) AS execution_time,
+    GREATEST((finished_at - created_at), '00:00:00'::interval) AS total_time,
     created_at,
     started_at,
     finished_at
@@ -1315,7 +1315,10 @@ CREATE VIEW pgqueue.queue_stats AS
     COALESCE(s.scheduled, (0)::bigint) AS scheduled,
     COALESCE(s.running, (0)::bigint) AS running,
     COALESCE(s.failed, (0)::bigint) AS failed,
-    (clock_timestamp() - s.oldest_pending) AS oldest_wait
+        CASE
+            WHEN (s.oldest_pending IS NOT NULL) THEN GREATEST((clock_timestamp() - s.oldest_pending), '00:00:00'::interval)
+            ELSE NULL::interval
+        END AS oldest_wait
    FROM (( SELECT jobs.queue,
             count(*) FILTER (WHERE (jobs.status = 'pending'::pgqueue.status)) AS pending,
             count(*) FILTER (WHERE (jobs.status = 'scheduled'::pgqueue.status)) AS scheduled,
@@ -1450,7 +1453,7 @@ CREATE VIEW pgqueue.worker_stats AS
     started_at,
     last_used_at,
     heartbeat_at,
-    (clock_timestamp() - heartbeat_at) AS heartbeat_age,
+    GREATEST((clock_timestamp() - heartbeat_at), '00:00:00'::interval) AS heartbeat_age,
     stopped_at
    FROM pgqueue.workers w;
 

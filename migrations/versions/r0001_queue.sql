@@ -875,11 +875,12 @@ END $$;
 
 SELECT pgqueue.make_partitions();
 
+-- A clock that was set back makes no negative times.
 CREATE VIEW pgqueue.job_metrics AS
 SELECT id, queue, type, name, status, attempt, worker_id, threads_used AS worker_threads,
-       coalesce(started_at, finished_at) - created_at AS queue_time,
-       finished_at - coalesce(started_at, finished_at) AS execution_time,
-       finished_at - created_at AS total_time,
+       greatest(coalesce(started_at, finished_at) - created_at, interval '0') AS queue_time,
+       greatest(finished_at - coalesce(started_at, finished_at), interval '0') AS execution_time,
+       greatest(finished_at - created_at, interval '0') AS total_time,
        created_at, started_at, finished_at
 FROM pgqueue.jobs WHERE status IN ('completed', 'failed', 'cancelled');
 
@@ -898,7 +899,7 @@ WHERE j.status = 'running';
 CREATE VIEW pgqueue.queue_stats AS
 SELECT coalesce(s.queue, q.name) AS queue, q.paused_at IS NOT NULL AS paused, q.paused_by, q.reason AS paused_because,
        coalesce(s.pending, 0) AS pending, coalesce(s.scheduled, 0) AS scheduled, coalesce(s.running, 0) AS running,
-       coalesce(s.failed, 0) AS failed, clock_timestamp() - s.oldest_pending AS oldest_wait
+       coalesce(s.failed, 0) AS failed, CASE WHEN s.oldest_pending IS NOT NULL THEN greatest(clock_timestamp() - s.oldest_pending, interval '0') END AS oldest_wait
 FROM (
     SELECT queue, count(*) FILTER (WHERE status = 'pending') AS pending, count(*) FILTER (WHERE status = 'scheduled') AS scheduled,
            count(*) FILTER (WHERE status = 'running') AS running, count(*) FILTER (WHERE status = 'failed') AS failed,
@@ -909,7 +910,7 @@ FROM (
 CREATE VIEW pgqueue.worker_stats AS
 SELECT w.id, w.name, w.host, w.pid, w.version, w.state, w.queues, w.threads, w.threads_used, w.completed, w.failed,
        (SELECT count(*) FROM pgqueue.jobs_live j WHERE j.worker_id = w.id AND j.status = 'running') AS running,
-       w.started_at, w.last_used_at, w.heartbeat_at, clock_timestamp() - w.heartbeat_at AS heartbeat_age, w.stopped_at
+       w.started_at, w.last_used_at, w.heartbeat_at, greatest(clock_timestamp() - w.heartbeat_at, interval '0') AS heartbeat_age, w.stopped_at
 FROM pgqueue.workers w;
 
 CREATE VIEW pgqueue.failure_groups AS

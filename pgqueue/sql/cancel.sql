@@ -7,7 +7,8 @@ WITH ended AS (
 ), owned AS MATERIALIZED (
     SELECT j.id, j.queue, j.type, j.run_at, j.attempt + 1 AS attempt, e.error,
            coalesce(e.threads_used, j.threads_used) AS threads_used,
-           coalesce(statement_timestamp() - make_interval(secs => e.started_ago), j.started_at) AS started_at,
+           coalesce(statement_timestamp() - make_interval(secs => e.started_ago),
+                    least(j.started_at, statement_timestamp() - make_interval(secs => e.ended_ago))) AS started_at,
            statement_timestamp() - make_interval(secs => e.ended_ago) AS finished_at
     FROM (SELECT * FROM ended ORDER BY id) e
     CROSS JOIN LATERAL (

@@ -2,6 +2,8 @@
 UPDATE pgqueue.workers w
 SET heartbeat_at = clock_timestamp(), expires_at = clock_timestamp() + make_interval(secs => %(lease_timeout)s),
     threads_used = %(threads_used)s, completed = %(completed)s, failed = %(failed)s, listening = %(listening)s,
+    -- Else who was used before the clock was set back would not be woken until it is there again.
+    last_used_at = least(w.last_used_at, clock_timestamp()),
     state = CASE WHEN %(threads_used)s >= w.threads THEN 'busy' ELSE 'available' END
 FROM (SELECT set_config('synchronous_commit', 'off', true)) undurable
 WHERE w.id = %(id)s AND w.stopped_at IS NULL

@@ -24,7 +24,8 @@ WITH live AS MATERIALIZED (
 ), judged AS MATERIALIZED (
     -- The locked row is the newest, the other is as old as what we know of the workers. If their leases differ, the job was
     -- claimed since then, perhaps by a worker that is as new.
-    SELECT o.id, o.queue, o.type, o.worker_id, least(o.attempt, 2147483646) + 1 AS attempt, o.started_at,
+    SELECT o.id, o.queue, o.type, o.worker_id, least(o.attempt, 2147483646) + 1 AS attempt,
+           least(o.started_at, statement_timestamp()) AS started_at,  -- the clock may have been set back
            l.lost,
            CASE WHEN o.cancel_requested_at IS NOT NULL THEN 'cancelled'
                 WHEN l.lost >= %(max_lost)s THEN 'failed'
@@ -48,8 +49,8 @@ WITH live AS MATERIALIZED (
         max_attempts, attempt, lost, idempotency_key, tags, created_at, worker_id, threads_used, started_at,
         cancel_requested_at, progress, finished_at, reason, error_type, error)
     SELECT id, queue, type, name, payload, outcome::pgqueue.status, priority, seq, run_at, thread_demand, timeout,
-        max_attempts, attempt, losses, idempotency_key, tags, created_at, worker_id, threads_used, started_at,
-        cancel_requested_at, progress, statement_timestamp(),
+        max_attempts, attempt, losses, idempotency_key, tags, created_at, worker_id, threads_used,
+        least(started_at, statement_timestamp()), cancel_requested_at, progress, statement_timestamp(),
         CASE outcome WHEN 'failed' THEN 'poison' ELSE 'cancelled' END,
         CASE outcome WHEN 'failed' THEN 'WorkerLost' END,
         CASE outcome WHEN 'failed' THEN format('%%s workers died while they ran this job', losses) END

@@ -1,0 +1,77 @@
+"""PostgreSQL's clock is set back: what was written before is in the future now. Nobody waits until the clock is there
+again, and no time is negative."""
+
+from pgqueue import rescue, workers
+from pgqueue.job import NewJob
+from tests.db.queue import MiniWorker, add, value
+
+LATER = "interval '1 hour'"
+
+
+async def set_back(conn):
+    """Everything happened an hour later, by the clock of then."""
+    await conn.execute(
+        f"UPDATE pgqueue.jobs_live SET created_at = created_at + {LATER}, started_at = started_at + {LATER}"
+    )
+    await conn.execute(
+        f"UPDATE pgqueue.workers SET heartbeat_at = heartbeat_at + {LATER}, expires_at = expires_at + {LATER},"
+        f" last_used_at = last_used_at + {LATER}"
+    )
+
+
+async def negative(conn):
+    """What ended before it began."""
+    return await value(
+        conn,
+        "SELECT (SELECT count(*) FROM pgqueue.jobs WHERE finished_at < started_at)"
+        " + (SELECT count(*) FROM pgqueue.attempts WHERE finished_at < started_at)"
+        " + (SELECT count(*) FROM pgqueue.tallies WHERE seconds < 0 OR wait_seconds < 0)"
+        " + (SELECT count(*) FROM pgqueue.job_metrics WHERE least(queue_time, execution_time, total_time) < '0')"
+        " + (SELECT count(*) FROM pgqueue.queue_stats WHERE oldest_wait < '0')"
+        " + (SELECT count(*) FROM pgqueue.worker_stats WHERE heartbeat_age < '0')",
+    )
+
+
+async def test_the_jobs_of_a_worker_that_died_before_are_rescued(conn):
+    dead = await MiniWorker(conn).register(lease_timeout=1)
+    await add(conn, *[NewJob(type="t") for _ in range(3)])
+    assert len(await dead.claim()) == 3
+    await conn.execute(
+        "UPDATE pgqueue.jobs_live SET lost = 2, threads_used = 1 WHERE id = (SELECT min(id) FROM pgqueue.jobs_live)"
+    )
+    await conn.execute(
+        "UPDATE pgqueue.jobs_live SET cancel_requested_at = now() WHERE id = (SELECT max(id) FROM pgqueue.jobs_live)"
+    )
+    await set_back(conn)
+    assert (await rescue.rescue(conn)).jobs == 0, "its lease begins anew"
+    await conn.execute("SELECT pg_sleep(1.1)")
+    assert await rescue.rescue(conn) == (3, 1)
+    statuses = "SELECT array_agg(status::text ORDER BY id) FROM pgqueue.jobs"
+    assert await value(conn, statuses) == ["failed", "pending", "cancelled"]
+    assert await value(conn, "SELECT count(*) FROM pgqueue.attempts") == 3
+    assert await negative(conn) == 0
+
+
+async def test_the_living_go_on(conn):
+    worker = await MiniWorker(conn).register()
+    await add(conn, *[NewJob(type="t") for _ in range(3)])
+    jobs = await worker.claim()
+    await set_back(conn)
+    await workers.heartbeat(conn, worker.worker, threads_used=3, completed=0, failed=0, listening=True)
+    assert (await rescue.rescue(conn)).jobs == 0
+    assert await negative(conn) == 0
+    assert await value(conn, "SELECT last_used_at <= clock_timestamp() FROM pgqueue.workers"), "it is woken in its turn"
+    await worker.complete(jobs[:1])
+    await worker.fail(jobs[1:2], delay=None)
+    await worker.fail(jobs[2:])
+    assert await value(conn, "SELECT count(*) FROM pgqueue.job_metrics") == 2
+    assert await negative(conn) == 0
+
+
+async def test_a_claim_whose_answer_was_lost_is_found(conn):
+    worker = await MiniWorker(conn).register()
+    [id] = await add(conn, NewJob(type="t"))
+    await worker.claim()
+    assert await workers.claimed_by(conn, worker.who.worker_id, age=10) == []
+    await set_back(conn)
+    assert [lease.id for lease in await workers.claimed_by(conn, worker.who.worker_id, age=10)] == [id]
