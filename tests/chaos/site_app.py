@@ -51,6 +51,13 @@ async def nothing(ctx: Context) -> None:
     pass
 
 
+@app.job(retry=SOON)
+async def twice(ctx: Context) -> None:
+    """Fails the first time."""
+    if ctx.attempt == 1:
+        raise ValueError("as ordered")
+
+
 @app.job(retry=Retry(max_attempts=1000))
 async def depend(ctx: Context) -> None:
     """Fails while what it depends on is down."""
