@@ -88,11 +88,6 @@ async def mark_busy(conn: Connection, worker_id: UUID) -> None:
     await conn.execute(SQL.mark_busy, {"id": worker_id}, prepare=False)
 
 
-async def mark_used(conn: Connection, worker_id: UUID) -> None:
-    """Used, and idle all the same."""
-    await conn.execute(SQL.mark_used, {"id": worker_id}, prepare=False)
-
-
 async def may_sleep(conn: Connection) -> bool:
     """Whether nobody who may have seen this worker busy is still enqueuing. Ask after mark_idle, claim again, sleep."""
     row = await (await conn.execute(SQL.may_sleep, prepare=False)).fetchone()

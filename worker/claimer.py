@@ -35,8 +35,6 @@ AHEAD_BYTES = 16 << 20
 WATCHFUL = 0.02
 LINGER = 0.1
 """A worker that is woken many times a second looks again by itself for so long before it marks itself idle."""
-MARK_EVERY = 0.2
-"""A worker that stays idle says no more often than this that it was used: each mark leaves a dead row behind."""
 
 
 class Claimer:
@@ -71,10 +69,6 @@ class Claimer:
         """Whether to look at parked jobs and below the floors, too, before sleeping again."""
         self.stopping = False
         self._room = asyncio.Event()
-        self._slept = False
-        """Whether it has claimed nothing since it slept."""
-        self._marked = 0.0
-        """When it said that it was used."""
         self._wakes: list[float] = []
         self._all_busy = (("", ""), 0.0)
         """The last queue and type for which there was nobody idle to be woken, and when."""
@@ -162,7 +156,6 @@ class Claimer:
             self.lanes.last_sweep = 0.0
 
     async def _woken(self, seconds: float) -> bool:
-        self._slept = True
         try:
             async with asyncio.timeout(seconds):
                 await self.wake.wait()
@@ -176,10 +169,10 @@ class Claimer:
 
     def _lingers(self) -> bool:
         """Woken a hundred times a second: looking again is cheaper for everybody than sleeping and being woken."""
-        return not self.idle and self._often_woken() and time.monotonic() - self._wakes[-1] < LINGER
-
-    def _often_woken(self) -> bool:
-        return len(self._wakes) == 20 and time.monotonic() - self._wakes[0] < 0.2
+        now = time.monotonic()
+        return (
+            not self.idle and len(self._wakes) == 20 and now - self._wakes[0] < 0.2 and now - self._wakes[-1] < LINGER
+        )
 
     async def _claim(self, wanted: int, *, quick: bool) -> bool:
         """Claims and hands the jobs to the slots; the book-keeping comes after they have started."""
@@ -194,8 +187,9 @@ class Claimer:
         if got == 0 and not parked:
             return False
         if self.idle:
+            self.idle = False
             await asyncio.sleep(0)  # the handlers first
-            await self._mark(conn, busy=got >= limit or self._wanted() <= 0)
+            await workers.mark_busy(conn, self.who.worker_id)
         if parked:
             await wake(conn, *map(list, zip(*[(j.queue, j.type, j.thread_demand) for j in parked], strict=True)))
         if got >= limit or self._wanted() <= 0:
@@ -203,18 +197,6 @@ class Claimer:
             await self._wake_next(conn, claims[-1].jobs[-1])
         # What was parked was in the way: there may be more behind it.
         return True
-
-    async def _mark(self, conn: Connection, *, busy: bool) -> None:
-        """One that has room for more, and was woken for this alone, stays idle: it will sleep again in a moment."""
-        now = time.monotonic()
-        if busy or not self._slept or self._often_woken():
-            self.idle = False
-            await workers.mark_busy(conn, self.who.worker_id)
-        elif now - self._marked > MARK_EVERY:
-            await workers.mark_used(conn, self.who.worker_id)
-        else:
-            now = self._marked
-        self._marked, self._slept, self.look_closer = now, False, True
 
     async def _wake_next(self, conn: Connection, job: Claimed) -> None:
         """Not if nobody was idle a moment ago: who became so since then has looked for work itself."""

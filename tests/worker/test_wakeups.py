@@ -134,23 +134,3 @@ def test_a_type_that_nobody_knows_stays_and_slows_nobody(db: Database, fleet: Fl
     # Somebody comes who knows them.
     fleet.start("other", app="other_app", ready=False)
     wait(lambda: db.statuses() == {"completed": 1540}, "all of them are done")
-
-
-def test_a_worker_with_room_stays_idle(db: Database, fleet: Fleet) -> None:
-    """Each mark leaves a dead row in a table at which every insert looks."""
-    db.run("CREATE TABLE marks (idle_since timestamptz)")
-    db.run(
-        "CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql SECURITY DEFINER AS"
-        " 'BEGIN INSERT INTO public.marks VALUES (NEW.idle_since); RETURN NULL; END'"
-    )
-    db.run("CREATE TRIGGER note AFTER UPDATE OF idle_since ON pgqueue.workers FOR EACH ROW EXECUTE FUNCTION note()")
-    fleet.start("w", threads=4, **SLEEPY)
-    before = db.value("SELECT count(*) FROM marks")
-    ids = []
-    for _ in range(20):
-        ids.append(db.add("nap"))
-        db.wait_for(ids[-1], "completed", 5)
-        time.sleep(0.05)
-    assert db.value("SELECT count(*) FROM marks") - before < 10
-    assert statistics.median(lateness(db, ids)) < 0.1
-    wait(lambda: db.value("SELECT last_used_at > %s FROM pgqueue.workers", db.job(ids[0])["created_at"]))
