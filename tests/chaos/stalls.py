@@ -2,8 +2,11 @@
 
 import threading
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
+from operator import itemgetter
 
 import psycopg
 
@@ -35,7 +38,12 @@ class Stalls:
 
     def within(self, begin: float, end: float) -> float:
         """Seconds of this stretch of time for which it stood still."""
-        return sum(max(0.0, min(end, to) - max(begin, since)) for since, to in self.seen)
+        seconds = 0.0
+        for since, to in islice(self.seen, bisect_left(self.seen, begin, key=itemgetter(1)), None):
+            if since >= end:
+                break
+            seconds += min(end, to) - max(begin, since)
+        return seconds
 
     @property
     def longest(self) -> float:
