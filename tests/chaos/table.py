@@ -15,7 +15,7 @@ BUCKETS = ("lost", "duplicated", "unexpected", "recovered")
 LEFT_OUT = {
     *("test", "scale", "seed", "ok", "n", "faults", *BUCKETS, "problems", "skipped", "seconds", "at"),
     *("statuses", "failed_for", "connections_max", "xmin_age_max", "rss_mb_max", "fds_max", "overdue_max"),
-    *("recovery_p50", "recovery_p99"),
+    *("recovery_p50", "recovery_p99", "cuts_before_and_after", "of_whole_workers"),
 }
 COLUMNS = ("", "what is done", "what must hold", "jobs", "faults", " / ".join(BUCKETS), "figures", "run")
 

@@ -34,7 +34,7 @@ WRITES = (
     budget=900,
 )
 async def c11(lab: Lab) -> Verdict:
-    aim = lab.size(1, 8, 1_000)
+    aim = lab.size(1, 8, 250)
     busy, house = [Theatre(lab, await lab.ground(audit=False), aim) for _ in range(2)]
     storm = Cuts(lab, await lab.ground())
     async with asyncio.TaskGroup() as group:
@@ -49,6 +49,8 @@ async def c11(lab: Lab) -> Verdict:
     verdict.problems += busy.problems + house.problems
     verdict.expect(len(lab.alive) == 2, "a worker has ended")
     verdict.figures |= playing.result() | {
+        "paths": len(matrix),
+        "fewest_cuts_of_a_path": [min(cuts) for cuts in zip(*matrix.values(), strict=True)],
         "cuts_before_and_after": matrix,
         "of_whole_workers": dict(sorted(storm.wire.cuts.items())),
         "reconciled": lab.said("jobs.reconciled"),

@@ -99,13 +99,9 @@ def stood_still(stalls: Stalls) -> dict[str, float]:
     return {"machine_stalled_longest": round(stalls.longest, 3), "machine_stalled": round(stalls.total, 1)}
 
 
-def told(name: str, found: list[Wait]) -> dict[str, float | None]:
+def told(name: str, found: list[Wait]) -> dict[str, dict[str, float | None]]:
     values = [each.seconds for each in found]
-    return {
-        f"{name}_p50": percentile(values, 50),
-        f"{name}_p99": percentile(values, 99),
-        f"{name}_max": percentile(values, 100),
-    }
+    return {name: {"p50": percentile(values, 50), "p99": percentile(values, 99), "max": percentile(values, 100)}}
 
 
 @scenario(
