@@ -10,6 +10,8 @@ from pathlib import Path
 import psycopg
 import pytest
 
+from tests.chaos.registry import load
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -62,7 +64,10 @@ def test_the_commands_exist() -> None:
 
 
 def test_every_proof_exists() -> None:
-    for path in set(re.findall(r"`(tests/[\w/]+(?:\.py)?)", README)):
+    for path in set(re.findall(r"[`(](tests/[\w/]+(?:\.(?:py|md))?)", README)):
         assert (ROOT / path).exists(), f"the README names {path}, which is not there"
+    scenarios = load()
+    for name in re.findall(r"[ ,]([BCX]\d+)\b", README):
+        assert name in scenarios, f"the README names the scenario {name}, which is not there"
     for module, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", README):
         assert f"def {test}(" in (ROOT / module).read_text(encoding="utf-8"), f"{module} has no {test}"
