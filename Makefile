@@ -13,7 +13,7 @@ up: $(STAMP)  ## start everything here; Ctrl-C stops it
 	@exec $(BIN)/pgqueue up
 
 test: lint  ## lint, then every test
-	@$(BIN)/python -m pytest -n 4 --dist loadfile
+	@$(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)  ## ruff, mypy and the rules for imports
 	@$(BIN)/ruff check .
