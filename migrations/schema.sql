@@ -708,9 +708,10 @@ CREATE FUNCTION pgqueue.snapshot_holders() RETURNS TABLE(kind text, name text, t
     SET search_path TO 'pg_catalog', 'pg_temp'
     AS $_$
     WITH running AS MATERIALIZED (
-        SELECT a.backend_xid AS xid, a.pid::text AS name FROM pg_stat_activity a WHERE a.backend_xid IS NOT NULL
+        SELECT a.backend_xid AS xid, a.pid::text AS name FROM pg_stat_activity a
+        WHERE a.backend_xid IS NOT NULL AND a.datname = current_database()
         UNION ALL
-        SELECT p.transaction, p.gid FROM pg_prepared_xacts p
+        SELECT p.transaction, p.gid FROM pg_prepared_xacts p WHERE p.database = current_database()
     ), holder AS (
         SELECT CASE WHEN a.datid IS NULL THEN 'standby' ELSE 'session' END AS kind, a.pid::text AS name,
                CASE WHEN age(a.backend_xid) > age(a.backend_xmin) OR a.backend_xmin IS NULL

@@ -172,13 +172,14 @@ async def snooze(conn: Connection, jobs: Sequence[Snoozed]) -> set[int]:
 
 
 async def release(conn: Connection, jobs: Sequence[Released]) -> set[int]:
-    """Gives the jobs back at once and uncharged, and wakes somebody for them."""
+    """Gives the jobs back at once and uncharged, and wakes somebody for them. In a transaction that is for the caller
+    to do, after its COMMIT, which the lock of all NOTIFYs must not hold up."""
 
     async def send() -> list[Any]:
         return await (await conn.execute(SQL.release, leases(jobs), prepare=False)).fetchall()
 
     back = await retrying(send)
-    if back:
+    if back and conn.info.transaction_status is TransactionStatus.IDLE:
         _, queues, types, demands = map(list, zip(*back, strict=True))
         await wake(conn, queues, types, demands)
     done = {row[0] for row in back}

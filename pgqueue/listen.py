@@ -10,6 +10,7 @@ from collections.abc import Callable
 from uuid import uuid4
 
 import psycopg
+from psycopg import errors as pg
 from psycopg import sql
 
 from pgqueue.db import Connection, connect, cut_after
@@ -46,6 +47,8 @@ class Listener:
         """Told when that changes."""
         self._holder: str | None = None
         self._held_since = 0.0
+        self._hangs = False
+        """Whether it was said."""
 
     async def run(self) -> None:
         pause = FIRST_PAUSE
@@ -63,8 +66,10 @@ class Listener:
             except (psycopg.Error, DatabaseUnavailable, OSError) as error:
                 say(logger, logging.WARNING, "listen.lost", f"the listener lost its connection: {error}")
             except HangError:
-                text = "NOTIFY hangs: somebody's commit holds its lock (is a standby away?); this worker polls"
-                say(logger, logging.WARNING, "listen.hangs", text)
+                if not self._hangs:
+                    text = "NOTIFY hangs: somebody's commit holds its lock (is a standby away?); this worker polls"
+                    say(logger, logging.WARNING, "listen.hangs", text)
+                self._hangs = True
             except DeafError:
                 if heard:
                     say(logger, logging.WARNING, "listen.lost", "the listener does not hear itself any more")
@@ -92,6 +97,7 @@ class Listener:
             await self._ping(conn)
             if not self.hears:
                 self.hears = True
+                self._hangs, self._holder = False, None
                 self.changed()
                 # What was committed before LISTEN took effect was not notified: somebody must look.
                 self.heard("")
@@ -117,7 +123,10 @@ class Listener:
         ping = f"ping:{uuid4().hex[:8]}"
         with cut_after(conn, PONG_WITHIN):
             query = "SELECT set_config('lock_timeout', %s, true), pg_notify(%s, %s)"
-            await conn.execute(query, [LOCK_WITHIN, self.channel, ping], prepare=False)
+            try:
+                await conn.execute(query, [LOCK_WITHIN, self.channel, ping], prepare=False)
+            except pg.LockNotAvailable:
+                raise HangError from None
         deadline = time.monotonic() + PONG_WITHIN
         came = False
         while not came:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from math import inf
 from typing import NamedTuple
 from uuid import UUID
 
@@ -39,8 +40,8 @@ class Watch:
         if len(self._samples) > SAMPLES:
             del self._samples[1::2]
         return [
-            Holder(kind, name, transactions, what, remedy, self._age(upcoming - transactions, now))
-            for _, kind, name, transactions, what, remedy in rows
+            Holder(kind, name, transactions, what, remedy, min(self._age(upcoming - transactions, now), at_most or inf))
+            for _, kind, name, transactions, at_most, what, remedy in rows
             if kind is not None
         ]
 

@@ -19,6 +19,7 @@ from pgqueue.finish import Cancelled, Completed, Failed, Snoozed, Written
 from pgqueue.idempotency import Effect
 from pgqueue.job import Lease
 from pgqueue.log import say
+from pgqueue.wake import wake
 from pgqueue.worker.link import Link
 
 logger = logging.getLogger("pgqueue.worker")
@@ -162,6 +163,9 @@ class Finisher:
                 self.remember(outcomes[0].id, effect)
         elif kind is Failed:
             self.failed += len(done)
+        elif kind is Lease and effect is not None:
+            [(_, job, _)] = entries
+            await wake(conn, [job.queue], [job.type], [job.thread_demand])
         if logger.isEnabledFor(logging.INFO) or len(done) < len(outcomes):
             self._tell(entries, done)
 

@@ -14,11 +14,14 @@ import pytest
 from pgqueue import listen, migrate
 from pgqueue.db import connect
 from pgqueue.embedded import PostgresServer, start_postgres
+from pgqueue.idempotency import Effect, begin_effect
+from pgqueue.job import Lease, NewJob
 from pgqueue.listen import Listener
 from pgqueue.wake import wake
+from pgqueue.worker.finisher import settle
 from pgqueue.workers import mark_idle
 from tests.chaos.lab import until
-from tests.db.queue import MiniWorker
+from tests.db.queue import MiniWorker, add
 from tests.worker.processes import Database, Fleet, wait
 
 SETTINGS = {
@@ -123,9 +126,12 @@ def test_a_notify_that_hangs_stops_nobody(db: Database, fleet: Fleet) -> None:
     wait(lambda: not db.value("SELECT count(*) FROM pgqueue.jobs_live"), "all is done")
 
 
-async def test_a_listener_sees_that_somebody_hangs(own: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before its own ping does, or anybody waits."""
+async def test_a_listener_sees_that_somebody_hangs(
+    own: PostgresServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before its own ping does, or anybody waits; it says so once."""
     monkeypatch.setattr(listen, "PING_EVERY", 600)
+    monkeypatch.setattr(listen, "LOCK_WITHIN", "100ms")
     db = await asyncio.to_thread(Database, own.dsn)
     listener = Listener(own.dsn, "ear", lambda payload: None, "pgqueue-listen w")
     listening = asyncio.create_task(listener.run())
@@ -133,7 +139,10 @@ async def test_a_listener_sees_that_somebody_hangs(own: PostgresServer, monkeypa
         await until(lambda: listener.hears, "it hears")
         with hung_notify(db):
             await until(lambda: not listener.hears, "it has noticed", 10)
+            await asyncio.sleep(1.5)  # it tries again meanwhile
         await until(lambda: listener.hears, "it hears again", 30)
+        said = [record.message for record in caplog.records if record.name == "pgqueue.listen"]
+        assert [text[:12] for text in said] == ["NOTIFY hangs"], said
     finally:
         listening.cancel()
         await asyncio.wait([listening])
@@ -149,6 +158,23 @@ async def test_who_wakes_others_does_not_wait_for_long(own: PostgresServer, db: 
         with hung_notify(db):
             assert not await wake(conn, ["default"], ["nap"], [1])
         assert await wake(conn, ["default"], ["nap"], [1])
+    finally:
+        await conn.close()
+
+
+async def test_what_is_given_back_with_its_effect_is_written_all_the_same(own: PostgresServer, db: Database) -> None:
+    conn = await connect(own.dsn)
+    try:
+        await add(conn, NewJob(type="nap"))
+        worker, idle = [await MiniWorker(conn).register(listening=True) for _ in range(2)]
+        [job] = await worker.claim()
+        await mark_idle(conn, idle.who.worker_id)
+        lease, effect = Lease(job.id, worker.tokens[job.id]), Effect("mail", True, 60)
+        await begin_effect(conn, lease, effect)
+        with hung_notify(db):
+            assert await settle(conn, lease, effect) == {job.id: None}
+        assert db.job(job.id)["status"] == "pending"
+        assert db.value("SELECT count(*) FROM pgqueue.effects") == 0
     finally:
         await conn.close()
 

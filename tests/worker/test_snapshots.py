@@ -4,8 +4,10 @@ import asyncio
 import logging
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
+from uuid import uuid4
 
 import psycopg
 import pytest
@@ -164,3 +166,32 @@ async def test_it_is_as_old_as_what_it_does_not_see(dsn: str) -> None:
             assert len(watch._samples) <= 200
             assert await age() >= 0.3, "what is remembered gets thinner, not shorter"
         assert await age() == 0
+
+
+async def test_who_began_this_moment_is_not_old(dsn: str) -> None:
+    """However many transactions are open, with numbers that were next long ago."""
+    async with await connect(dsn) as conn:
+        watch = Watch()
+        for _ in range(4):
+            await watch.look(conn)
+            run(dsn, "SELECT pg_current_xact_id()")
+            await asyncio.sleep(0.2)
+        with ExitStack() as stack:
+            for _ in range(4):
+                writer = stack.enter_context(psycopg.connect(dsn))
+                writer.execute("SELECT pg_current_xact_id()")
+            assert max(each.seconds for each in await watch.look(conn)) < 0.2
+
+
+async def test_another_database_with_an_older_transaction_hides_nobody(dsn: str) -> None:
+    name = f"other_{uuid4().hex[:8]}"
+    run(dsn, f"CREATE DATABASE {name}")
+    try:
+        with psycopg.connect(urlsplit(dsn)._replace(path=f"/{name}").geturl()) as other:
+            other.execute("SELECT pg_current_xact_id()")
+            async with await connect(dsn) as conn:
+                with report(dsn):
+                    run(dsn, "SELECT pg_current_xact_id()")
+                    assert [each.kind for each in await Watch().look(conn)] == ["session"]
+    finally:
+        run(dsn, f"DROP DATABASE {name}")
