@@ -1,4 +1,5 @@
--- running -> pending, when no live worker owns it; -> failed as poison after too many losses; -> cancelled if asked to stop
+-- running -> pending, when no live worker owns it; -> failed as poison after too many losses; -> cancelled if asked to stop,
+-- unless it began an effect: then the next attempt finds out whether that is in doubt.
 -- The gaps between the ids of the live workers hold exactly the jobs of all others, known or not.
 -- A job's first loss only makes it a suspect. Suspects run alone and say so (start.sql): only the one that ran is charged.
 -- ANY (ARRAY[id]) pins the join to the primary key: it cannot be hashed or merged, whatever the planner believes.
@@ -27,7 +28,8 @@ WITH live AS MATERIALIZED (
     SELECT o.id, o.queue, o.type, o.worker_id, least(o.attempt, 2147483646) + 1 AS attempt,
            least(o.started_at, statement_timestamp()) AS started_at,  -- the clock may have been set back
            l.lost,
-           CASE WHEN o.cancel_requested_at IS NOT NULL THEN 'cancelled'
+           CASE WHEN o.cancel_requested_at IS NOT NULL
+                     AND NOT EXISTS (SELECT FROM pgqueue.effects e WHERE e.job_id = o.id AND e.done_at IS NULL) THEN 'cancelled'
                 WHEN l.lost >= %(max_lost)s THEN 'failed'
                 ELSE 'retried' END AS outcome
     FROM orphan o

@@ -6,7 +6,7 @@ from uuid import uuid4
 
 import pytest
 
-from pgqueue import control, enqueue, finish, promote, prune, read, rescue, workers
+from pgqueue import control, enqueue, finish, idempotency, promote, prune, read, rescue, workers
 from pgqueue.errors import InvalidJob, JobNotFound, KeyReused, WrongStatus
 from pgqueue.job import Lease, NewJob, Status
 from tests.db.queue import MiniWorker, add, statuses, value
@@ -117,6 +117,19 @@ async def test_a_job_that_is_to_stop_gets_no_other_attempt(conn):
     assert [(job.status, job.reason) for job in jobs] == [("cancelled", "cancelled")] * 3 + [("failed", "in_doubt")]
     assert jobs[0].error.endswith("no")
     assert all(job.started_at <= job.finished_at for job in jobs)
+
+
+async def test_a_job_that_was_to_stop_and_may_have_had_its_effect_is_not_just_cancelled(conn):
+    ids = await add(conn, *[NewJob(type="t") for _ in range(2)])
+    worker = await MiniWorker(conn).register()
+    plain, begun = await worker.claim()
+    await idempotency.begin_effect(conn, Lease(begun.id, worker.tokens[begun.id]), idempotency.Effect("mail", True, 60))
+    for id in ids:
+        await control.cancel_job(conn, id)
+    await conn.execute("UPDATE pgqueue.workers SET expires_at = now() - interval '1 s'")
+    assert await rescue.rescue(conn) == (2, 0)
+    assert (await read.get_job(conn, plain.id)).status == "cancelled"
+    assert (await read.get_job(conn, begun.id)).status == "pending", "the next attempt finds out"
 
 
 async def test_every_owner_write_is_fenced(conn):

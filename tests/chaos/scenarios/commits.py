@@ -34,7 +34,7 @@ WRITES = (
     budget=900,
 )
 async def c11(lab: Lab) -> Verdict:
-    aim = lab.size(1, 8, 250)
+    aim = lab.size(1, 8, 100)
     busy, house = [Theatre(lab, await lab.ground(audit=False), aim) for _ in range(2)]
     storm = Cuts(lab, await lab.ground())
     async with asyncio.TaskGroup() as group:
