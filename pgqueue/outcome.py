@@ -82,7 +82,8 @@ class JobAbandoned(JobSignal):
 
 
 class NoConnection(JobSignal):
-    """Raised by ctx.transaction() when there is no connection to be had: the job is put off for a moment, uncharged."""
+    """Raised by ctx.transaction() when there is no connection to be had: the job is put off for a moment, uncharged;
+    one that is at_most_once is in doubt, because nobody knows what it did before."""
 
 
 class Undecodable(Exception):

@@ -9,12 +9,14 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 from psycopg import errors as pg
 
 from pgqueue.app import JobType, Middleware
 from pgqueue.claim import Claimed
 from pgqueue.context import Context
-from pgqueue.errors import LeaseLost
+from pgqueue.db import is_outage
+from pgqueue.errors import DatabaseUnavailable, LeaseLost
 from pgqueue.failpoints import failpoint
 from pgqueue.finish import Cancelled, Completed, Failed, Snoozed, Written
 from pgqueue.idempotency import Effect
@@ -51,7 +53,7 @@ class Attempt:
     """A job that runs now. `stop` makes its handler end: at once if it is async, at its next ctx.check() if it is in a
     thread, and by force, after a moment of grace, if it is in a process."""
 
-    __slots__ = ("_cancelled", "_stopped", "ctx", "job", "on_stop", "task")
+    __slots__ = ("_stopped", "ctx", "cut_off", "job", "on_stop", "task")
 
     def __init__(self, job: Claimed, ctx: Context, task: asyncio.Task[Any]) -> None:
         self.job = job
@@ -60,7 +62,8 @@ class Attempt:
         self.on_stop: Callable[[Stop], None] | None = None
         """How a thread or a process is told; None: the handler is a coroutine, and its task is cancelled."""
         self._stopped = False
-        self._cancelled = False
+        self.cut_off = False
+        """Its task was cancelled: whatever it raises now, it may have been in the middle of its effect."""
 
     def stop(self, why: Stop) -> None:
         if self._stopped:
@@ -70,13 +73,13 @@ class Attempt:
         if self.on_stop is not None:
             self.on_stop(why)
         else:
-            self._cancelled = True
+            self.cut_off = True
             self.task.cancel()
 
     def take_back(self) -> None:
         """The cancellation was meant for the handler, not for the task that runs one job after the other."""
-        if self._cancelled:
-            self._cancelled = False
+        if self.cut_off:
+            self.cut_off = False
             self.task.uncancel()
 
 
@@ -159,11 +162,8 @@ async def outcome_of(
         # Nobody cancelled it: it waited for something of its own that was.
         return failed(job, ctx.lease_token, ctx.threads, ctx.started, error, handler.retry)
     except (JobCancelled, JobAbandoned) as why:
-        # Raised by ctx.check(), it is the handler's word that nothing has happened yet.
-        return stopped(job, ctx, why, handler, unsure=handler.at_most_once and ctx._stop is None)
-    except NoConnection as error:
-        logger.warning(f"put off job {ctx.id} {ctx.type}: {error}")
-        return Snoozed(ctx.id, ctx.lease_token, NO_CONNECTION_PAUSE * random.uniform(0.5, 1.0))
+        # Raised by ctx.check(), it is the handler's word that nothing has happened yet. Any other is somebody else's.
+        return stopped(job, ctx, why, handler, unsure=handler.at_most_once and why is not ctx._stop)
     except LeaseLost:
         return written(ctx) if ctx._written else Lease(ctx.id, ctx.lease_token)
     except BaseException as error:  # a handler that calls sys.exit() fails; it does not take the worker along
@@ -171,11 +171,21 @@ async def outcome_of(
             text = f"job {ctx.id} {ctx.type} was completed by its transaction; its handler failed after that"
             logger.warning(text, exc_info=error)
             return written(ctx)
-        if handler.at_most_once and isinstance(error, JobTimeout | ChildDied | BadResult):
+        if handler.at_most_once and (attempt.cut_off or is_no_word(error)):
             error = InDoubt(f"{said(error)}; nobody knows whether it had its effect")
+        if isinstance(error, NoConnection):
+            logger.warning(f"put off job {ctx.id} {ctx.type}: {error}")
+            return Snoozed(ctx.id, ctx.lease_token, NO_CONNECTION_PAUSE * random.uniform(0.5, 1.0))
         if isinstance(ctx._stop, JobCancelled) and not isinstance(error, InDoubt):
             return cancelled(ctx, f"{type(error).__name__}: {said(error)}")
         return failed(job, ctx.lease_token, ctx.threads, ctx.started, error, handler.retry)
+
+
+def is_no_word(error: BaseException) -> bool:
+    """Whether it may have come from outside the handler, at any moment: it says nothing about what was done before."""
+    if isinstance(error, psycopg.Error | DatabaseUnavailable):
+        return is_outage(error)
+    return isinstance(error, JobTimeout | ChildDied | BadResult | NoConnection)
 
 
 async def call_handler(
@@ -196,8 +206,9 @@ async def call_handler(
             try:
                 async with asyncio.timeout(attempt.ctx.timeout) as limit:
                     return await call()
-            except TimeoutError:
-                if limit.expired():
+            except Exception as error:
+                # A library may turn the cancellation into an error of its own, which then is not the handler's word.
+                if limit.expired() and (handler.at_most_once or isinstance(error, TimeoutError)):
                     raise JobTimeout(f"the attempt ran over its timeout of {attempt.ctx.timeout:g} s") from None
                 raise
         except (pg.SerializationFailure, pg.DeadlockDetected):
@@ -222,12 +233,9 @@ def wrapped(
 def stopped(job: Claimed, ctx: Context, why: BaseException, handler: JobType[..., Any], *, unsure: bool) -> Outcome:
     if ctx._written:
         return written(ctx)
-    if unsure and isinstance(why, JobCancelled):
+    if unsure:
         error = InDoubt(f"{said(why)} while it ran; nobody knows whether it had its effect")
         return failed(job, ctx.lease_token, ctx.threads, ctx.started, error, handler.retry)
-    if unsure:
-        # Nothing is said about the effect: the next attempt will find that it began.
-        ctx._effect = None
     if isinstance(why, JobCancelled):
         return cancelled(ctx, str(why))
     return Lease(ctx.id, ctx.lease_token)

@@ -72,7 +72,7 @@ class Child:
             self._send(("run", handler, about, arguments))
             while True:
                 kind, value = self.pipe.recv()
-                if kind in ("returned", "raised"):
+                if kind in ("returned", "raised", "stopped"):
                     break
                 if kind == "started":
                     started()
@@ -83,7 +83,9 @@ class Child:
             if self._killed_for is not None:
                 raise self._killed_for from None
             raise ChildDied(f"the process that ran the job ended with {ending(self.process.exitcode)}") from error
-        if kind == "raised":
+        if kind == "stopped" and ctx._stop is not None:
+            raise ctx._stop
+        if kind != "returned":
             raise value
         return value
 
@@ -118,7 +120,8 @@ class Child:
     def _kill_for(self, why: BaseException, run: int) -> None:
         # By now the process may run the next job, which nobody wants to stop.
         if self.busy and self._runs == run:
-            self._killed_for = why
+            # Not `why` itself, which is what ctx.check() raises: who was killed has said nothing.
+            self._killed_for = type(why)(f"{why}, and its process was killed")
             self.kill()
 
     def kill(self) -> None:
@@ -297,7 +300,7 @@ def run_jobs(jobs: queue.Queue[Any], host: ChildHost, current: list[Context]) ->
                 handler.encode_result(result)
         except BaseException as error:
             current.clear()
-            host.send("raised", sendable(error))
+            host.send("stopped" if error is ctx._stop else "raised", sendable(error))
         else:
             current.clear()
             try:

@@ -12,12 +12,17 @@ import pytest
 
 from pgqueue import Context, InDoubt, PgQueue, Snooze, control
 from pgqueue.job import Status
-from pgqueue.outcome import Retry
+from pgqueue.outcome import JobAbandoned, Retry
+from pgqueue.sql import SQL
 from pgqueue.worker.runtime import Runtime
 from tests.once.arena import ENDED, Arena, Place
+from tests.once.handlers import Sink
 from tests.once.inside import worker_inside
+from tests.once.proxy import proxied
 
 QUICK = Retry(max_attempts=3, base=0.01, jitter=0)
+
+NOWHERE = "postgresql://127.0.0.1:1/nothing"
 
 children = PgQueue()
 
@@ -30,6 +35,21 @@ def dies() -> None:
 @children.job("bad result", executor="process", at_most_once=True, retry=QUICK)
 def bad_result() -> object:
     return object()
+
+
+@children.job("deaf", executor="process", once_per=["key"], at_most_once=True, retry=QUICK)
+def deaf(key: str, sink: str) -> None:
+    Sink(sink).call(key)
+    time.sleep(30)
+
+
+@children.job("listens", executor="process", once_per=["key"], at_most_once=True, retry=QUICK)
+def listens(ctx: Context, key: str, sink: str) -> str:
+    first = Sink(sink).began(key) == 1
+    while first:
+        time.sleep(0.01)
+        ctx.check()
+    return "done"
 
 
 @asynccontextmanager
@@ -182,6 +202,67 @@ async def test_cut_off_by_a_cancellation_it_is_in_doubt(arena: Arena) -> None:
         assert (job["id"], job["reason"]) == (id, "in_doubt")
 
 
+@pytest.mark.parametrize("how", ["cancel", "shutdown"])
+async def test_a_child_process_that_was_killed_said_nothing(arena: Arena, how: str) -> None:
+    async with arena.place() as place:
+        payload = {"key": "k", "sink": str(place.sink.folder)}
+        id = await place.add("deaf", payload)
+        async with worker_inside(children, place.dsn, threads=1, shutdown_grace=6.0) as runtime:
+            while not place.sink.all("effects"):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            if how == "cancel":
+                await control.cancel_job(place.conn, id)
+                await place.ended(id)
+            runtime.stop()
+            runtime.stop()
+        job = await place.job(id)
+        assert (job["status"], job["reason"], job["attempt"]) == ("failed", "in_doubt", 1)
+        other = await place.add("deaf", payload)
+        async with worker_inside(children, place.dsn, threads=1):
+            await asyncio.sleep(1)
+        assert (await place.job(other))["status"] not in ENDED
+        assert place.sink.all("effects") == ["k"]
+
+
+async def test_a_child_process_that_ended_at_a_check_has_not_had_its_effect(arena: Arena) -> None:
+    async with arena.place() as place:
+        payload = {"key": "k", "sink": str(place.sink.folder)}
+        id = await place.add("listens", payload)
+        async with worker_inside(children, place.dsn, threads=1):
+            while not place.sink.all("starts"):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await control.cancel_job(place.conn, id)
+            [job] = await place.ended(id)
+            assert job["status"] == "cancelled"
+            [job] = await place.ended(await place.add("listens", payload))
+            assert (job["status"], job["result"]) == ("completed", "done")
+
+
+@pytest.mark.parametrize("how", ["cancel", "timeout"])
+async def test_an_error_made_of_the_cancellation_is_not_its_word(arena: Arena, how: str) -> None:
+    """Some libraries turn it into an error of their own."""
+    calls = []
+    began = asyncio.Event()
+
+    async def handler(key: str) -> None:
+        calls.append(key)
+        began.set()
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            raise ConnectionError("the request was cut off") from None
+
+    options = {"timeout": 0.2} if how == "timeout" else {}
+    async with running(arena, handler, **options) as (place, runtime, _):
+        await began.wait()
+        if how == "cancel":
+            [id] = runtime.running
+            await control.cancel_job(place.conn, id)
+        assert (await first_ended(place))["reason"] == "in_doubt"
+        await asyncio.sleep(0.7)
+        assert len(calls) == 1
+
+
 async def test_cancelled_at_a_check_it_has_not_happened(arena: Arena) -> None:
     calls = []
     began, cancelled = threading.Event(), threading.Event()
@@ -235,7 +316,8 @@ async def test_given_back_at_a_check_it_runs_again(arena: Arena) -> None:
         assert calls == ["k"]
 
 
-async def test_cut_off_by_a_worker_that_stops_it_is_in_doubt(arena: Arena) -> None:
+@pytest.mark.parametrize("cancelled", [False, True], ids=["alone", "cancelled meanwhile"])
+async def test_cut_off_by_a_worker_that_stops_it_is_in_doubt(arena: Arena, cancelled: bool) -> None:
     began = asyncio.Event()
 
     async def handler(key: str) -> None:
@@ -246,11 +328,81 @@ async def test_cut_off_by_a_worker_that_stops_it_is_in_doubt(arena: Arena) -> No
     app.job("t", at_most_once=True)(handler)
     async with arena.place() as place:
         id = await place.add("t", {"key": "k"})
-        async with worker_inside(app, place.dsn):
+        async with worker_inside(app, place.dsn) as runtime:
             await began.wait()
-        assert (await place.job(id))["status"] == "pending"
-        async with worker_inside(app, place.dsn):
+            if cancelled:
+                # The worker has not heard of it yet.
+                runtime.janitor.cancel = lambda ids: None
+                await control.cancel_job(place.conn, id)
+        job = await place.job(id)
+        assert (job["status"], job["reason"], job["attempt"]) == ("failed", "in_doubt", 1)
+
+
+@pytest.mark.parametrize("executor", ["async", "thread"])
+async def test_a_transaction_without_a_connection_leaves_a_doubt(arena: Arena, executor: str) -> None:
+    """Whether there was an effect before it, nobody knows."""
+    calls = []
+
+    async def in_loop(ctx: Context, key: str) -> None:
+        calls.append(key)
+        ctx._host.dsn = NOWHERE  # type: ignore[attr-defined]
+        async with ctx.transaction():
+            pass
+
+    def in_thread(ctx: Context, key: str) -> None:
+        calls.append(key)
+        ctx._host.dsn = NOWHERE  # type: ignore[attr-defined]
+        with ctx.transaction_sync():
+            pass
+
+    async with running(arena, in_loop if executor == "async" else in_thread) as (place, _, _ids):
+        assert (await first_ended(place))["reason"] == "in_doubt"
+        await asyncio.sleep(0.7)
+        assert len(calls) == 1
+
+
+async def test_a_step_that_could_not_be_kept_leaves_a_doubt(arena: Arena) -> None:
+    calls = []
+    app = PgQueue()
+
+    @app.job("t", at_most_once=True, retry=QUICK)
+    async def handler(ctx: Context) -> None:
+        await ctx.step("one", lambda: calls.append("one"))
+
+    async with arena.place() as place, proxied(place.dsn) as proxy:
+        proxy.cut(SQL.save_step.partition("%")[0], "before")
+        id = await place.add("t", {})
+        async with worker_inside(app, place.dsn, handlers_dsn=proxy.dsn()):
             [job] = await place.ended(id)
+        assert proxy.cuts == 1
+        assert (job["status"], job["reason"]) == ("failed", "in_doubt")
+        assert calls == ["one"]
+
+
+@pytest.mark.parametrize("executor", ["async", "thread"])
+async def test_a_commit_that_did_not_happen_is_not_its_word(arena: Arena, executor: str) -> None:
+    """The worker stops at the same time: the handler has not said that it ends because of that."""
+    app = PgQueue()
+
+    def stop(ctx: Context) -> None:
+        # As the worker does, but without the cancellation that would come first.
+        ctx._stop = JobAbandoned("the worker stops")
+
+    async def in_loop(ctx: Context) -> None:
+        async with ctx.transaction():
+            stop(ctx)
+
+    def in_thread(ctx: Context) -> None:
+        with ctx.transaction_sync():
+            stop(ctx)
+
+    app.job("t", at_most_once=True, retry=QUICK)(in_loop if executor == "async" else in_thread)
+    async with arena.place() as place, proxied(place.dsn) as proxy:
+        proxy.cut("COMMIT", "before")
+        id = await place.add("t", {})
+        async with worker_inside(app, place.dsn, handlers_dsn=proxy.dsn()):
+            [job] = await place.ended(id)
+        assert proxy.cuts == 1
         assert (job["status"], job["reason"]) == ("failed", "in_doubt")
 
 

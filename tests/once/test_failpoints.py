@@ -55,7 +55,7 @@ heartbeat.before   1 completed      1 completed      0 in_doubt
 rescue.before      1 completed      1 completed      1 completed
 rescue.after       1 completed      1 completed      1 completed
 promote.after      1 completed      1 completed      1 completed
-release.before     1 completed      1 completed      0 in_doubt*
+release.before     1 completed      1 completed      -
 """
 AT_ONCE = 8
 NOBODY = ["nobody's"]
@@ -193,7 +193,7 @@ class Story:
         point, crashes = self.case.point, self.case.crashes
         return {
             "key": self.key,
-            "pauses": crashes if point in ("heartbeat.before", "release.before") else 0,
+            "pauses": self.case.deaths if point in ("heartbeat.before", "release.before") else 0,
             "failures": crashes if point.startswith("fail.") else 0,
         }
 
