@@ -32,8 +32,10 @@ SWEEP_EVERY = 0.9
 """Seconds; with what a sweep and the claim after it take, nothing waits for longer than one."""
 CHEAP_SWEEP = 0.005
 SWEEP_SHARE = 0.05
+LONGEST_PAUSE = 5.0
+"""Seconds: however long a sweep takes, the next one comes this soon after it."""
 OVERDUE = 2.0
-"""Seconds: if the scout is so late, whoever claims sweeps again."""
+"""Seconds: if the scout is so late, whoever claims sweeps again. Whoever was woken in vain does not wait for it."""
 FORGET_LANE_AFTER = 60.0
 BEHIND = 256
 """A floor stays so far behind the highest `seq` claimed: of producers that commit side by side, one that took a lower
@@ -89,7 +91,12 @@ class Lanes:
     next_sweep: float = 0.0
     """Not before this, unless it is cheap."""
     last_sweep: float = 0.0
+    scout_overdue: float = 0.0
+    """Until then sweeps that are not cheap are left to the scout."""
+    sweep_took: float = 0.0
+    """Seconds, the last one."""
     sweep_cost: float = 0.0
+    """The shorter of the last two: one that was held up, by a lock or by a silent network, says nothing of the next."""
     look_for_parked: bool = False
     """Once a second, or a worker that always finds something would never see what others parked for it."""
     lowest: int | None = None
@@ -120,26 +127,31 @@ class Lanes:
     def sweep_is_due(self, now: float) -> bool:
         return now - self.last_sweep >= SWEEP_EVERY and self.may_sweep(now)
 
-    def may_sweep(self, now: float) -> bool:
-        return self.sweep_cost < CHEAP_SWEEP or now >= self.next_sweep
+    def may_sweep(self, now: float, *, woken: bool = False) -> bool:
+        return self.sweep_cost < CHEAP_SWEEP or now >= self.may_sweep_at(woken=woken)
+
+    def may_sweep_at(self, *, woken: bool) -> float:
+        return self.next_sweep if woken else max(self.next_sweep, self.scout_overdue)
 
     def swept(self, started: float, ended: float) -> None:
         self.last_sweep = ended
-        self.sweep_cost = ended - started
+        self.sweep_cost = min(ended - started, self.sweep_took)
+        self.sweep_took = ended - started
         self.next_sweep = ended + self.pause_after_sweep()
         self.forget(ended)
 
     def pause_after_sweep(self) -> float:
-        return self.sweep_cost * (1 / SWEEP_SHARE - 1)
+        return min(self.sweep_cost * (1 / SWEEP_SHARE - 1), LONGEST_PAUSE)
 
     def needs_scout(self) -> bool:
         return self.sweep_cost >= CHEAP_SWEEP
 
-    def scouted(self, firsts: Sequence[Claimed]) -> bool:
+    def scouted(self, firsts: Sequence[Claimed], now: float) -> bool:
         """From the first jobs of all lanes as they were a moment ago; whether there are some that we would not see."""
         news = False
         for first in firsts:
             lane = (first.queue, first.priority)
+            self.seen[lane] = now
             floor = self.floors.get(lane)
             if floor is None or first.seq < floor:
                 self.floors[lane] = first.seq
@@ -149,9 +161,11 @@ class Lanes:
         return news
 
 
-async def claim_next(conn: Connection, who: Claimant, lanes: Lanes, limit: int, *, quick: bool = False) -> list[Claim]:
+async def claim_next(
+    conn: Connection, who: Claimant, lanes: Lanes, limit: int, *, quick: bool = False, woken: bool = False
+) -> list[Claim]:
     """Up to `limit` jobs: from the known lanes, and from a sweep when those do not fill it or one is due. `quick`
-    leaves out what is not due: whoever is about to sleep must not be quick."""
+    leaves out what is not due: whoever is about to sleep must not be quick. `woken`: for what it has not found."""
     now = time.monotonic()
     found: list[Claim] = []
     if lanes.look_for_parked:
@@ -164,7 +178,7 @@ async def claim_next(conn: Connection, who: Claimant, lanes: Lanes, limit: int, 
         else:
             if lanes.floors:
                 found.append(await claim(conn, who, lanes, missing))
-            if not quick and lanes.may_sweep(now) and (missing := limit - count(found)) > 0:
+            if not quick and lanes.may_sweep(now, woken=woken) and (missing := limit - count(found)) > 0:
                 found.append(await sweep(conn, who, lanes, missing))
     lanes.lowest = min(job.priority for one in found for job in one.jobs) if count(found) == limit else None
     if not quick and not any(job for one in found for job in one.jobs if not job.parked):
@@ -198,10 +212,11 @@ async def scout(conn: Connection, who: Claimant, lanes: Lanes) -> bool:
     """Looks where a sweep would and takes nothing; whether there is something to claim that we would not have seen."""
     started = time.monotonic()
     _, firsts = await take(conn, SQL.sweep, who, 0, {"queues": who.queues})
-    lanes.swept(started, time.monotonic())
-    lanes.next_sweep += OVERDUE
+    ended = time.monotonic()
+    lanes.swept(started, ended)
+    lanes.scout_overdue = lanes.next_sweep + OVERDUE
     lanes.look_for_parked = True
-    return lanes.scouted(firsts)
+    return lanes.scouted(firsts, ended)
 
 
 async def claim_parked(conn: Connection, who: Claimant, limit: int, lowest: int | None = None) -> Claim:

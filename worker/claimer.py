@@ -67,6 +67,8 @@ class Claimer:
         self.wake = asyncio.Event()
         self.look_closer = False
         """Whether to look at parked jobs and below the floors, too, before sleeping again."""
+        self.woken = False
+        """Whether it was woken for something that it has not found yet."""
         self.stopping = False
         self._room = asyncio.Event()
         self._wakes: list[float] = []
@@ -143,7 +145,10 @@ class Claimer:
                 if self.lanes.last_sweep < idle_since:
                     # It was not allowed to look everywhere yet: it gets up as soon as it is.
                     self.look_closer = True
-                    seconds = min(seconds, max(0.0, self.lanes.next_sweep - time.monotonic()))
+                    allowed = self.lanes.may_sweep_at(woken=self.woken)
+                    seconds = min(seconds, max(0.0, allowed - time.monotonic()))
+                else:
+                    self.woken = False
                 await self._sleep(seconds)
             return 0.0
         pause = min(max(pause * 2, WATCHFUL), self.poll_interval)
@@ -161,11 +166,15 @@ class Claimer:
                 await self.wake.wait()
         except TimeoutError:
             return False
-        self.wake.clear()
-        self.look_closer = True
+        self._heed()
         self._wakes.append(time.monotonic())
         del self._wakes[:-20]
         return True
+
+    def _heed(self) -> None:
+        """What it was woken for may stand where a quick claim does not look."""
+        self.wake.clear()
+        self.look_closer = self.woken = True
 
     def _lingers(self) -> bool:
         """Woken a hundred times a second: looking again is cheaper for everybody than sleeping and being woken."""
@@ -176,16 +185,18 @@ class Claimer:
 
     async def _claim(self, wanted: int, *, quick: bool) -> bool:
         """Claims and hands the jobs to the slots; the book-keeping comes after they have started."""
-        self.wake.clear()
+        if self.wake.is_set():
+            self._heed()
         limit = min(wanted, LARGEST_BATCH)
         conn = await self.link.get()
         failpoint("claim.before")
-        claims = await claim_next(conn, self.who, self.lanes, limit, quick=quick)
+        claims = await claim_next(conn, self.who, self.lanes, limit, quick=quick, woken=self.woken)
         if claims:
             failpoint("claim.after")
         got, parked = self._hand_over(claims)
         if got == 0 and not parked:
             return False
+        self.woken = False
         if self.idle:
             self.idle = False
             await asyncio.sleep(0)  # the handlers first

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from uuid import UUID
 
 import psycopg
@@ -29,6 +29,8 @@ TICK_EVERY = 1.0
 ones."""
 TICK_PAUSE = 0.05
 """However often it is woken, it asks no more often than this."""
+LONGEST_TICK_PAUSE = 1.0
+"""While somebody else has the rows of all jobs that are due."""
 REPRIEVE = 4.0
 """After an outage nobody is dead yet: so long has everybody to come back and send a heartbeat."""
 PRUNE_EVERY = 600.0
@@ -69,6 +71,7 @@ class Janitor:
         self.wake = asyncio.Event()
         self._away = False
         self._next_due: float | None = None
+        self._tick_pause = TICK_PAUSE
         self._next_rescue = 0.0
         self._next_sweep = 0.0
         self._next_reconcile = time.monotonic() + RECONCILE_AFTER
@@ -77,6 +80,8 @@ class Janitor:
         self._next_look = 0.0
         self._next_chores = 0.0
         self._schema_differs = False
+        self._failing: set[str] = set()
+        """The chores that failed the last time."""
         self.watch = snapshots.Watch()
         self._holders: dict[tuple[str, str], snapshots.Holder] = {}
         """Those that were told of."""
@@ -123,9 +128,12 @@ class Janitor:
         # A look from the beginning that was not cheap is not repeated soon.
         self._next_sweep = max(self._next_sweep, now + 20 * (time.monotonic() - now))
         self._next_due = None if tick.due_in is None else time.monotonic() + max(0.0, tick.due_in)
-        if tick.due_in is not None and tick.due_in <= 0:
-            await self._promote(conn)
-            self._next_due = time.monotonic()
+        if tick.due_in is None or tick.due_in > 0 or await self._promote(conn):
+            self._tick_pause = TICK_PAUSE
+        else:
+            # Somebody else has their rows, for a moment or for long.
+            self._next_due = time.monotonic() + self._tick_pause
+            self._tick_pause = min(2 * self._tick_pause, LONGEST_TICK_PAUSE)
         if tick.cancelled:
             self.cancel(tick.cancelled)
         if tick.parked:
@@ -142,45 +150,61 @@ class Janitor:
         if now >= self._next_chores:
             try:
                 await self._chores(conn, now)
-            except (pg.UndefinedFunction, pg.UndefinedTable, pg.UndefinedColumn) as error:
-                await self._other_schema(conn, error)
+            except SchemaMismatch as mismatch:
+                self._other_schema(mismatch)
             else:
                 if self._schema_differs:
                     self._schema_differs = False
                     say(logger, logging.INFO, "schema.back", "the database's schema is what this code needs again")
 
     async def _chores(self, conn: Connection, now: float) -> None:
-        """What can wait."""
+        """What can wait. Each has its own pace, whether it succeeds or not."""
         if now >= self._next_fold:
-            await self._fold(conn)
+            self._next_fold = now + FOLD_EVERY * random.uniform(0.8, 1.2)
+            await self._chore(conn, self._fold, "figures stand still")
         if now >= self._next_look:
             self._next_look = now + LOOK_EVERY
-            await self.look_for_holders(conn)
+            await self._chore(conn, self.look_for_holders, "nobody is told who holds old snapshots")
         if now >= self._next_prune:
             self._next_prune = now + PRUNE_EVERY * random.uniform(0.8, 1.2)
-            await prune.make_partitions(conn)
-            if dropped := await prune.prune(conn, self.retention_days):
-                say(logger, logging.INFO, "history.pruned", f"dropped {dropped} days of history", partitions=dropped)
+            await self._chore(conn, prune.make_partitions, "there are no partitions for the days to come")
+            await self._chore(conn, self._prune, "history is not pruned")
 
-    async def _other_schema(self, conn: Connection, error: psycopg.Error) -> None:
+    async def _chore(self, conn: Connection, chore: Callable[[Connection], Awaitable[object]], meanwhile: str) -> None:
+        """One that fails, for a missing right or a fault of ours, keeps no other from its turn."""
+        try:
+            await chore(conn)
+        except (psycopg.Error, PgQueueError) as error:
+            if is_outage(error):
+                raise
+            if isinstance(error, pg.UndefinedFunction | pg.UndefinedTable | pg.UndefinedColumn):
+                await migrate.check_schema(conn)
+            if meanwhile not in self._failing:
+                self._failing.add(meanwhile)
+                text = f"{str(error).strip() or type(error).__name__}; until that is put right, {meanwhile}"
+                say(logger, logging.WARNING, "chore.failed", text)
+        else:
+            self._failing.discard(meanwhile)
+
+    def _other_schema(self, mismatch: SchemaMismatch) -> None:
         """Somebody migrated while this worker runs. Jobs go on as long as they can; the rest is tried again."""
         self._next_chores = time.monotonic() + CHORES_PAUSE
-        if self._schema_differs:
-            return
-        try:
-            await migrate.check_schema(conn)
-        except SchemaMismatch as mismatch:
+        # What failed has to succeed before all is well again.
+        self._next_fold = self._next_look = self._next_prune = self._next_chores
+        if not self._schema_differs:
             self._schema_differs = True
             text = f"{mismatch}; meanwhile this worker does what it can: history is not pruned, figures stand still"
             say(logger, logging.WARNING, "schema.differs", text)
-        else:
-            raise error
 
     async def _fold(self, conn: Connection) -> None:
         begun = time.monotonic()
         await tally.fold(conn, wait=False)
         # Where a held snapshot keeps what was folded, it takes longer, and comes less often.
-        self._next_fold = time.monotonic() + max(FOLD_EVERY * random.uniform(0.8, 1.2), 20 * (time.monotonic() - begun))
+        self._next_fold = max(self._next_fold, begun + 20 * (time.monotonic() - begun))
+
+    async def _prune(self, conn: Connection) -> None:
+        if dropped := await prune.prune(conn, self.retention_days):
+            say(logger, logging.INFO, "history.pruned", f"dropped {dropped} days of history", partitions=dropped)
 
     async def look_for_holders(self, conn: Connection) -> None:
         old = [each for each in await self.watch.look(conn, self.worker_id) if each.seconds > HELD_FOR]
@@ -196,11 +220,13 @@ class Janitor:
             say(logger, logging.INFO, "snapshot.released", text, kind=kind, name=name)
         self._holders = holders
 
-    async def _promote(self, conn: Connection) -> None:
+    async def _promote(self, conn: Connection) -> int:
         self._next_due = None
-        if await promote.promote(conn, self.due):
+        if promoted := await promote.promote(conn, self.due):
+            self._next_due = time.monotonic()  # there may be more
             failpoint("promote.after")
             self.ready()
+        return promoted
 
     async def _rescue(self, conn: Connection) -> None:
         failpoint("rescue.before")

@@ -232,3 +232,41 @@ async def test_who_claims_sweeps_again_when_the_scout_is_overdue(conn):
     now = time.monotonic()
     assert not worker.lanes.may_sweep(now)
     assert worker.lanes.may_sweep(now + 2 * claim.OVERDUE)
+
+
+def test_a_sweep_that_was_held_up_once_is_no_dear_one():
+    """By a lock, by a silent network, by a stopped process."""
+    lanes = claim.Lanes()
+    lanes.swept(10.0, 10.001)
+    lanes.swept(11.0, 14.0)
+    assert not lanes.needs_scout()
+    assert lanes.may_sweep(14.0)
+    lanes.swept(15.0, 15.001)
+    assert lanes.may_sweep(15.001)
+    lanes.swept(16.0, 19.0)
+    lanes.swept(20.0, 23.0)
+    assert lanes.needs_scout(), "twice: that is what it takes"
+    assert not lanes.may_sweep(23.1)
+    assert lanes.may_sweep(23.0 + claim.LONGEST_PAUSE)
+
+
+async def test_who_was_woken_in_vain_does_not_wait_until_the_scout_is_overdue(conn):
+    worker = await MiniWorker(conn, types=["t"]).register()
+    await add(conn, NewJob(type="t"))
+    await worker.complete(await worker.claim())
+    await claim.scout(conn, worker.who, worker.lanes)
+    worker.lanes.sweep_cost = claim.CHEAP_SWEEP
+    worker.lanes.next_sweep = time.monotonic()
+    (job,) = await add(conn, NewJob(type="t", queue="new"))
+    assert await claim.claim_next(conn, worker.who, worker.lanes, 10) == []
+    (found,) = await claim.claim_next(conn, worker.who, worker.lanes, 10, woken=True)
+    assert [each.id for each in found.jobs] == [job]
+
+
+async def test_lanes_that_only_the_scout_saw_are_forgotten_like_others(conn):
+    worker = await MiniWorker(conn, types=["t"]).register()
+    await add(conn, *[NewJob(type="t", queue=f"q{n}") for n in range(5)])
+    assert await claim.scout(conn, worker.who, worker.lanes)
+    assert len(worker.lanes.floors) == 5
+    worker.lanes.forget(time.monotonic() + 2 * claim.FORGET_LANE_AFTER)
+    assert not worker.lanes.floors

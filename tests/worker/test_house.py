@@ -1,12 +1,20 @@
-"""What a worker gives back, because it waits here in vain."""
+"""What a worker gives back, because it waits here in vain; and its chores, when something is in their way."""
 
 import asyncio
+import logging
 import time
 
-from pgqueue import PgQueue
+import psycopg
+import pytest
+
+from pgqueue import Context, PgQueue, prune, workers
 from pgqueue.claim import Claimed
 from pgqueue.settings import Settings
+from pgqueue.worker import janitor
 from pgqueue.worker.runtime import STALE_AFTER, Runtime
+from tests.once.inside import worker_inside
+
+on_18 = pytest.mark.parametrize("server", ["pg18"], indirect=True)
 
 
 async def test_a_job_that_has_just_come_is_not_given_back() -> None:
@@ -24,3 +32,68 @@ async def test_a_job_that_has_just_come_is_not_given_back() -> None:
     assert [outcome.id for outcome, _, _ in runtime.finisher.outcomes] == [1]
     house.cancel()
     await asyncio.wait([house])
+
+
+@on_18
+async def test_a_due_job_whose_row_somebody_holds_is_not_asked_for_all_the_time(
+    conn: psycopg.AsyncConnection, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks, tick = [], workers.tick
+
+    async def counted(*args: object) -> workers.Tick:
+        ticks.append(time.monotonic())
+        return await tick(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(workers, "tick", counted)
+    app = PgQueue()
+    ran = asyncio.Event()
+
+    @app.job("held")
+    async def held(ctx: Context) -> None:
+        ran.set()
+
+    await conn.execute("INSERT INTO pgqueue.jobs (type, run_at) VALUES ('held', now() + interval '0.5 s')")
+    async with await psycopg.AsyncConnection.connect(dsn) as editor:
+        await editor.execute("SELECT FROM pgqueue.jobs_live FOR UPDATE")
+        async with worker_inside(app, dsn, poll_interval=1.0, rescue_interval=5.0):
+            await asyncio.sleep(4)
+            while_held = len(ticks)
+            assert not ran.is_set()
+            await editor.rollback()
+            await asyncio.wait_for(ran.wait(), 5)
+    assert while_held < 40
+
+
+@on_18
+async def test_a_chore_that_fails_keeps_no_other_from_its_turn(
+    conn: psycopg.AsyncConnection, dsn: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pruned = asyncio.Event()
+    real = prune.prune
+
+    async def seen(*args: object) -> int:
+        pruned.set()
+        return await real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(prune, "prune", seen)
+    monkeypatch.setattr(janitor, "FOLD_EVERY", 0.5)
+    # It has no right to what it needs.
+    await conn.execute("ALTER FUNCTION pgqueue.fold(boolean) SECURITY INVOKER SET role = pg_monitor")
+    async with worker_inside(PgQueue(), dsn):
+        await asyncio.wait_for(pruned.wait(), 10)
+        await asyncio.sleep(3)
+    told = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [getattr(record, "event", None) for record in told] == ["chore.failed"], "once, and no outage"
+    assert "permission denied" in told[0].getMessage()
+    assert told[0].getMessage().endswith("figures stand still")
+
+
+@on_18
+async def test_a_chore_whose_function_is_gone_is_no_other_schema(
+    conn: psycopg.AsyncConnection, dsn: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await conn.execute("ALTER FUNCTION pgqueue.fold(boolean) RENAME TO gone")
+    async with worker_inside(PgQueue(), dsn):
+        await asyncio.sleep(2)
+    told = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [getattr(record, "event", None) for record in told] == ["chore.failed"]
