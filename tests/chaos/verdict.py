@@ -69,6 +69,10 @@ def percentile(values: list[float], percent: float) -> float | None:
 
 
 JOBS = "SELECT payload->>'key' AS key, status::text AS status, reason FROM pgqueue.jobs WHERE payload ? 'key'"
+# A row and the completion of its job are committed together.
+HALF_DONE = """
+SELECT e.job FROM public.effects e LEFT JOIN pgqueue.jobs j ON j.id = e.job WHERE j.status IS DISTINCT FROM 'completed'
+"""
 
 
 async def judge(lab: "Lab", ground: "Ground", *, failures: tuple[str, ...] = ("in_doubt",)) -> Verdict:
@@ -92,6 +96,10 @@ async def judge(lab: "Lab", ground: "Ground", *, failures: tuple[str, ...] = ("i
     verdict.expect(acknowledged <= fates.keys(), f"{len(acknowledged - fates.keys())} acknowledged jobs have no row")
     verdict.expect(set(statuses) <= set(ENDS), f"jobs that have not ended: {dict(statuses)}")
     verdict.expect(set(reasons) <= set(failures), f"in the dead letter queue: {dict(reasons)}")
+    silent = {key for key, status in fates.items() if status == "completed"} - effects.keys()
+    verdict.expect(not silent, f"{len(silent)} jobs are completed without an effect")
+    half_done = await ground.rows(HALF_DONE)
+    verdict.expect(not half_done, f"{len(half_done)} effects are there, and their jobs are not completed")
     if ground.audited:
         verdict.problems += await illegal_moves(ground.rows)
     return verdict

@@ -53,10 +53,11 @@ async def x3(lab: Lab) -> Verdict:
     verdict = Verdict(n=len(jobs), faults=dict(faults))
     observed(verdict, monitor)
     effects = Counter(row["key"] for row in await ground.rows("SELECT key FROM public.effects"))
-    there = {row["g"] for row in await ground.rows("SELECT DISTINCT payload->>'group' AS g FROM pgqueue.jobs")}
-    verdict.lost = len(there - effects.keys())
+    there = await ground.rows("SELECT payload->>'key' AS key, payload->>'group' AS \"group\" FROM pgqueue.jobs")
+    groups_there = {row["group"] for row in there}
+    verdict.lost = len(lab.ledger.acknowledged() - {row["key"] for row in there}) + len(groups_there - effects.keys())
     verdict.duplicated = sum(count > 1 for count in effects.values())
-    verdict.unexpected = len(effects.keys() - there)
+    verdict.unexpected = len(effects.keys() - groups_there)
     statuses = await ground.statuses()
     verdict.figures |= {"effects": len(effects), "statuses": statuses}
     verdict.expect(set(statuses) == {"completed"}, f"not all are completed: {statuses}")
