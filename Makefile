@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help up test lint fmt schema bench chaos chaos-long mutants clean
+.PHONY: help up test lint fmt schema bench bench-full bench-check chaos chaos-long mutants tools clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +43,10 @@ chaos: $(STAMP)  ## break everything and count what became of the jobs, for abou
 
 chaos-long: $(STAMP)  ## the same with 100,000 jobs in the storm, for about an hour
 	@$(BIN)/python -m tests.chaos --long
+
+tools:  ## what some tests need beyond Python, from Debian's packages, as root; they are skipped without it
+	@apt-get update -qq
+	@DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends pgbouncer libfaketime
 
 mutants: $(STAMP)  ## break the queue in ten ways; each time a test must notice
 	@$(BIN)/python -m tests.mutants

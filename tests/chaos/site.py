@@ -3,9 +3,12 @@
 import asyncio
 import math
 import os
+import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,8 @@ from tests.worker.processes import Database, Fleet, WorkerProcess
 
 ROOT = Path(__file__).parents[2]
 APP = "tests.chaos.site_app"
+_told: ContextVar[list[str]] = ContextVar("told")
+"""The last that the workers of a scenario said; it is shown if the scenario fails."""
 
 
 def fault(
@@ -32,7 +37,17 @@ def fault(
         @scenario(name, title, invariant=invariant, **options)
         async def run(lab: Any) -> Verdict:
             verdict = Verdict()
-            await asyncio.to_thread(body, verdict, lab.scale != "long")
+            told: list[str] = []
+            _told.set(told)
+            try:
+                await asyncio.to_thread(body, verdict, lab.scale != "long")
+            except Skipped:
+                raise
+            except Exception as error:
+                verdict.problems.append(f"{type(error).__name__}: {error}"[:2000])
+                told.append(traceback.format_exc())
+            if verdict.problems:
+                print(f"{name}:", *told, sep="\n", file=sys.stderr)
             return verdict
 
     return register
@@ -82,7 +97,8 @@ def on(server: PostgresServer, folder: Path) -> Iterator[Site]:
     try:
         yield Site(folder, server, db, fleet, Sink(str(sink)))
     finally:
-        fleet.close()
+        _told.get([]).append(fleet.told())
+        fleet.end()
         db.close()
 
 

@@ -309,10 +309,16 @@ class Fleet:
                     found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         return found
 
+    def told(self) -> str:
+        """The last that each of them said."""
+        return "\n".join(worker.tail(20) for worker in self.workers)
+
     def close(self) -> None:
         """Ends them all; a process that outlives its worker is an error."""
-        for worker in self.workers:
-            print(worker.tail(20), file=sys.stderr)
+        print(self.told(), file=sys.stderr)
+        self.end()
+
+    def end(self) -> None:
         leaders = {worker.pid for worker in self.workers if worker.process.poll() is None}
         ours = {pid for pid, command in self.members().items() if pid in leaders or "pgqueue worker" in command}
         for pid in ours:
