@@ -56,7 +56,11 @@ async def create(call: Call) -> Response:
     async def do(conn: Connection) -> Answer:
         async with conn.transaction():
             added = await enqueue.add_job(conn, job)
-            stored = await read.get_job(conn, added.id)
+            try:
+                stored = await read.get_job(conn, added.id)
+            except JobNotFound:
+                detail = f"idempotency_key: belongs to job {added.id}, which has been deleted; use another key"
+                raise Problem(409, "conflict", detail) from None
         if not call.principal.sees(stored.queue):
             raise Problem(409, "conflict", "idempotency_key: belongs to a job of another queue")
         status = 201 if added.inserted else 200

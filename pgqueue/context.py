@@ -51,6 +51,7 @@ class Context:
     __slots__ = (
         "_effect",
         "_host",
+        "_in_transaction",
         "_result",
         "_stop",
         "_written",
@@ -88,6 +89,7 @@ class Context:
         self._effect: Effect | None = None
         self._result: Any = None
         self._written = False
+        self._in_transaction = False
         self.id = id
         self.type = type
         self.queue = queue
@@ -123,6 +125,13 @@ class Context:
             raise self._stop
         if self.deadline is not None and time.monotonic() > self.deadline:
             raise JobTimeout(f"the attempt ran over its timeout of {self.timeout:g} s")
+
+    def _go_on(self) -> None:
+        """check() on our own account: what it raises is not the handler's word that nothing has happened yet."""
+        try:
+            self.check()
+        except (JobCancelled, JobAbandoned) as why:
+            raise type(why)(str(why)) from None
 
     def progress(self, done: float, total: float | None = None, message: str | None = None) -> None:
         """Stored in the job's row; written at most once a second, so call it as often as you like."""
@@ -172,9 +181,10 @@ class Context:
 
     async def step(self, name: str, fn: Callable[[], Awaitable[T] | T]) -> T:
         """Runs fn once and keeps what it returned, as JSON: a later attempt gets it back without running it."""
+        _check_name(name)
         found, text = await self._host.load_step(self, name)
         if not found:
-            self.check()
+            self._go_on()
             result = fn()
             text = result_text(await result if inspect.isawaitable(result) else result)
             await self._host.save_step(self, name, text)
@@ -182,9 +192,10 @@ class Context:
         return kept
 
     def step_sync(self, name: str, fn: Callable[[], T]) -> T:
+        _check_name(name)
         found, text = self._host.load_step_sync(self, name)
         if not found:
-            self.check()
+            self._go_on()
             text = result_text(fn())
             self._host.save_step_sync(self, name, text)
         kept: T = None if text is None else json.loads(text)  # type: ignore[assignment]
@@ -192,3 +203,9 @@ class Context:
 
 
 type_of_stop = JobCancelled | JobTimeout | JobAbandoned | None
+
+
+def _check_name(name: str) -> None:
+    """Before the step runs: afterwards it would be too late to find out that it cannot be kept."""
+    if not isinstance(name, str) or not name or "\0" in name or len(name.encode()) > 1000:
+        raise ValueError("ctx.step: a name is a text of 1 to 1000 bytes, without NUL")

@@ -77,8 +77,9 @@ async def begin_effect(conn: Connection, lease: Lease, effect: Effect) -> Standi
     leased, taken, holder, done, alive = row
     if not leased:
         raise LeaseLost(f"the lease on job {lease.id} is lost")
-    if taken:
-        return Standing.OURS
+    if taken is not None:
+        # Inherited: whoever began it was deleted, cancelled or edited, so the doubt is told of by this job.
+        return Standing.OURS if taken else Standing.AGAIN
     if holder is None:
         # Another began it while this statement waited: it is not in this statement's snapshot.
         return Standing.BUSY

@@ -205,7 +205,9 @@ class Using(Generic[P, R]):
                 jobs.append(self._job((), call))
             except InvalidJob as error:
                 raise InvalidJob(f"call {index}: {error}") from error
-        return [jobs[start : start + AT_ONCE] for start in range(0, len(jobs), AT_ONCE)]
+        # In one statement on a caller's connection: it may commit each by itself, and half of them would be added.
+        size = AT_ONCE if self.conn is None else max(1, len(jobs))
+        return [jobs[start : start + size] for start in range(0, len(jobs), size)]
 
     def _job(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NewJob:
         return NewJob(type=self.job_type.name, payload=self.job_type.arguments.encode(args, kwargs), **self._common)

@@ -102,7 +102,7 @@ class Pools:
                 max_size=LARGEST,
                 timeout=PATIENCE,
                 open=False,
-                check=_check,
+                check=check,
             )
             self._async[loop] = pool
         await pool.open()
@@ -163,7 +163,8 @@ def _has_news(fd: int) -> bool:
     return bool(poll.poll(0))
 
 
-async def _check(conn: Connection) -> None:
+async def check(conn: Connection) -> None:
+    """Whether a connection that has been idle still stands; without a round trip where the server has said nothing."""
     if _has_news(conn.fileno()):
         await AsyncConnectionPool.check_connection(conn)
 
@@ -185,7 +186,7 @@ class ServerPool:
             timeout=SERVER_PATIENCE,
             reconnect_timeout=SERVER_PATIENCE,
             open=False,
-            check=_check,
+            check=check,
         )
 
     async def open(self) -> None:

@@ -15,7 +15,6 @@ from psycopg import errors as pg
 from pgqueue.app import JobType, Middleware
 from pgqueue.claim import Claimed
 from pgqueue.context import Context
-from pgqueue.db import is_outage
 from pgqueue.errors import DatabaseUnavailable, LeaseLost
 from pgqueue.failpoints import failpoint
 from pgqueue.finish import Cancelled, Completed, Failed, Snoozed, Written
@@ -53,7 +52,7 @@ class Attempt:
     """A job that runs now. `stop` makes its handler end: at once if it is async, at its next ctx.check() if it is in a
     thread, and by force, after a moment of grace, if it is in a process."""
 
-    __slots__ = ("_stopped", "ctx", "cut_off", "job", "on_stop", "task")
+    __slots__ = ("_stopped", "ctx", "cut_off", "job", "on_stop", "returned", "task")
 
     def __init__(self, job: Claimed, ctx: Context, task: asyncio.Task[Any]) -> None:
         self.job = job
@@ -64,6 +63,8 @@ class Attempt:
         self._stopped = False
         self.cut_off = False
         """Its task was cancelled: whatever it raises now, it may have been in the middle of its effect."""
+        self.returned = False
+        """Noted of at_most_once handlers: what fails after that says nothing of the effect."""
 
     def stop(self, why: Stop) -> None:
         if self._stopped:
@@ -160,7 +161,9 @@ async def outcome_of(
         if ctx._written:
             return written(ctx)
         # Nobody cancelled it: it waited for something of its own that was.
-        return failed(job, ctx.lease_token, ctx.threads, ctx.started, error, handler.retry)
+        doubt = InDoubt("it was cancelled from inside; nobody knows whether it had its effect")
+        told = doubt if handler.at_most_once else error
+        return failed(job, ctx.lease_token, ctx.threads, ctx.started, told, handler.retry)
     except (JobCancelled, JobAbandoned) as why:
         # Raised by ctx.check(), it is the handler's word that nothing has happened yet. Any other is somebody else's.
         return stopped(job, ctx, why, handler, unsure=handler.at_most_once and why is not ctx._stop)
@@ -171,7 +174,7 @@ async def outcome_of(
             text = f"job {ctx.id} {ctx.type} was completed by its transaction; its handler failed after that"
             logger.warning(text, exc_info=error)
             return written(ctx)
-        if handler.at_most_once and (attempt.cut_off or is_no_word(error)):
+        if handler.at_most_once and (attempt.cut_off or attempt.returned or is_no_word(error)):
             error = InDoubt(f"{said(error)}; nobody knows whether it had its effect")
         if isinstance(error, NoConnection):
             logger.warning(f"put off job {ctx.id} {ctx.type}: {error}")
@@ -182,10 +185,9 @@ async def outcome_of(
 
 
 def is_no_word(error: BaseException) -> bool:
-    """Whether it may have come from outside the handler, at any moment: it says nothing about what was done before."""
-    if isinstance(error, psycopg.Error | DatabaseUnavailable):
-        return is_outage(error)
-    return isinstance(error, JobTimeout | ChildDied | BadResult | NoConnection)
+    """Whether it may have come from outside the handler, at any moment: it says nothing about what was done before.
+    So may the database's: those of our own COMMIT, or of a step that could not be kept, look like the handler's."""
+    return isinstance(error, psycopg.Error | DatabaseUnavailable | JobTimeout | ChildDied | BadResult | NoConnection)
 
 
 async def call_handler(
@@ -197,6 +199,8 @@ async def call_handler(
 ) -> Any:
     """Runs it within its timeout, and again at once when PostgreSQL could not serialize its transaction."""
     call = executors.call(handler, attempt, arguments)
+    if handler.at_most_once:
+        call = noted(attempt, call)
     for middleware in reversed(middlewares):
         call = wrapped(middleware, attempt.ctx, call)
     for retries in range(SERIALIZATION_RETRIES + 1):
@@ -228,6 +232,15 @@ def wrapped(
     call: Callable[[], Awaitable[Any]],
 ) -> Callable[[], Awaitable[Any]]:
     return lambda: middleware(ctx, call)
+
+
+def noted(attempt: Attempt, call: Callable[[], Awaitable[Any]]) -> Callable[[], Awaitable[Any]]:
+    async def called() -> Any:
+        result = await call()
+        attempt.returned = not isinstance(result, Snooze)
+        return result
+
+    return called
 
 
 def stopped(job: Claimed, ctx: Context, why: BaseException, handler: JobType[..., Any], *, unsure: bool) -> Outcome:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import multiprocessing
 import os
@@ -297,7 +298,8 @@ def run_jobs(jobs: queue.Queue[Any], host: ChildHost, current: list[Context]) ->
             result = handler.fn(ctx, **arguments) if handler.takes_context else handler.fn(**arguments)
             if not isinstance(result, Snooze):
                 # What cannot be stored is refused here, before it is sent.
-                handler.encode_result(result)
+                text = handler.encode_result(result)
+                result = None if text is None else json.loads(text)
         except BaseException as error:
             current.clear()
             host.send("stopped" if error is ctx._stop else "raised", sendable(error))

@@ -66,7 +66,8 @@ async def settle(conn: Connection, outcome: Outcome, effect: Effect) -> dict[int
             return done
     except finish.UNSTORABLE as error:
         if not isinstance(outcome, Completed):
-            raise
+            # Its row is beyond repair: without the effect, so that it is told of and holds up nobody.
+            return await end(conn, [outcome])
         bad = finish.unstorable(outcome, error)
         if effect.at_most_once:
             bad.reason = "in_doubt"

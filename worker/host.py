@@ -10,10 +10,11 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, closing, contextmanager, suppress
 from typing import Any, TypeVar
 
 import psycopg
+from psycopg.rows import tuple_row
 from psycopg_pool import AsyncConnectionPool
 
 from pgqueue import enqueue, finish, steps
@@ -25,13 +26,20 @@ from pgqueue.errors import LeaseLost
 from pgqueue.failpoints import failpoint
 from pgqueue.job import Lease, NewJob
 from pgqueue.outcome import BadResult, JobAbandoned, NoConnection, result_text
+from pgqueue.pools import check
 from pgqueue.worker import transactions
-from pgqueue.worker.children import die_with_parent, spawning
+from pgqueue.worker.children import ChildDied, die_with_parent, spawning
 
 T = TypeVar("T")
 C = TypeVar("C")
 
 PROGRESS_EVERY = 1.0
+
+
+async def cleaned(conn: Connection) -> None:
+    """What a handler has set, locked or listened to on it is not for the next one."""
+    conn.row_factory = tuple_row
+    await conn.execute("DISCARD ALL")
 
 
 class WorkerHost:
@@ -59,7 +67,8 @@ class WorkerHost:
     async def held_connection(self) -> AsyncIterator[Connection]:
         """For a transaction, which a handler may hold for long: one for each slot. If they held all of the other
         pool, they would wait for themselves as soon as they want a second one."""
-        pool = await self._pool("held", self.threads)
+        handlers: dict[str, Any] = {"connection_class": transactions.HandlersConnection, "reset": cleaned}
+        pool = await self._pool("held", self.threads, **handlers)
         try:
             conn = await pool.getconn()
         except psycopg.OperationalError as error:
@@ -69,7 +78,7 @@ class WorkerHost:
         finally:
             await pool.putconn(conn)
 
-    async def _pool(self, name: str, size: int) -> AsyncConnectionPool[Connection]:
+    async def _pool(self, name: str, size: int, **options: Any) -> AsyncConnectionPool[Connection]:
         if name not in self._pools:
             self._pools[name] = AsyncConnectionPool(
                 self.dsn,
@@ -77,12 +86,14 @@ class WorkerHost:
                 max_size=size,
                 open=False,
                 timeout=5,
+                check=check,
                 kwargs={
                     "autocommit": True,
                     "prepare_threshold": None,
                     "application_name": f"pgqueue-handlers {self.name}",
                     **CONNECT,
                 },
+                **options,
             )
         await self._pools[name].open()
         return self._pools[name]
@@ -147,8 +158,15 @@ class WorkerHost:
         return self._from_thread(self.load_step(ctx, name))
 
     async def save_step(self, ctx: Context, name: str, result: str | None) -> None:
-        async with self.connection() as conn:
-            await steps.save_step(conn, Lease(ctx.id, ctx.lease_token), name, result)
+        """However long the database is away: the step has run, and should not run again."""
+        while True:
+            try:
+                async with self.connection() as conn:
+                    return await steps.save_step(conn, Lease(ctx.id, ctx.lease_token), name, result)
+            except (psycopg.Error, OSError) as error:
+                if not is_outage(error):
+                    raise
+                await asyncio.sleep(0.2)
 
     def save_step_sync(self, ctx: Context, name: str, result: str | None) -> None:
         self._from_thread(self.save_step(ctx, name, result))
@@ -158,7 +176,7 @@ class WorkerHost:
     @asynccontextmanager
     async def transaction(self, ctx: Context, isolation: str | None) -> AsyncIterator[Connection]:
         begin = transactions.begin(isolation)
-        with self._undisturbed_by_us(ctx, begin):
+        with transactions.only_one(ctx), self._undisturbed_by_us(ctx, begin):
             await self._flushed(ctx)
             async with self.held_connection() as conn:
                 await conn.execute(begin)
@@ -166,6 +184,7 @@ class WorkerHost:
                     failpoint("tx.begun")
                     yield conn
                     failpoint("tx.body_done")
+                    transactions.still_open(conn)
                     await transactions.complete(conn, ctx)
                     failpoint("tx.completed")
                 except BaseException:
@@ -193,7 +212,7 @@ class WorkerHost:
     async def _decide(self, conn: Connection, ctx: Context) -> None:
         """When it cannot be known whether the commit happened, the database is asked."""
         try:
-            await conn.execute("COMMIT")
+            transactions.committed(await conn.execute("COMMIT"))
         except psycopg.Error as error:
             if not is_outage(error):
                 raise
@@ -230,17 +249,14 @@ class WorkerHost:
     @contextmanager
     def transaction_sync(self, ctx: Context, isolation: str | None) -> Iterator[psycopg.Connection[Any]]:
         begin = transactions.begin(isolation)
-        try:
-            connected = psycopg.connect(self.dsn, autocommit=True, prepare_threshold=None, **CONNECT)
-        except psycopg.OperationalError as error:
-            raise NoConnection(f"no connection for the handler's transaction: {error}") from error
-        with self._undisturbed_by_us(ctx, begin), connected as conn:
+        with transactions.only_one(ctx), self._undisturbed_by_us(ctx, begin), closing(self._connected()) as conn:
             self._from_thread(self._flushed(ctx))
             conn.execute(begin)
             try:
                 failpoint("tx.begun")
                 yield conn
                 failpoint("tx.body_done")
+                transactions.still_open(conn)
                 transactions.complete_sync(conn, ctx)
                 failpoint("tx.completed")
             except BaseException:
@@ -248,13 +264,21 @@ class WorkerHost:
                     conn.execute("ROLLBACK")
                 raise
             try:
-                conn.execute("COMMIT")
+                transactions.committed(conn.execute("COMMIT"))
             except psycopg.Error as error:
                 if not is_outage(error):
                     raise
                 self._from_thread(self._resolve(ctx))
             ctx._written = True
             failpoint("tx.committed")
+
+    def _connected(self) -> psycopg.Connection[Any]:
+        try:
+            return transactions.HandlersSyncConnection.connect(
+                self.dsn, autocommit=True, prepare_threshold=None, **CONNECT
+            )
+        except psycopg.OperationalError as error:
+            raise NoConnection(f"no connection for the handler's transaction: {error}") from error
 
     # Chunks
 
@@ -292,10 +316,9 @@ class WorkerHost:
         digest = hashlib.sha256(pickle.dumps(chunk)).hexdigest()[:16]
         name = f"chunk:{fn.__module__}.{fn.__qualname__}:{low}:{high}:{digest}"
         if name not in kept:
-            ctx.check()
+            ctx._go_on()
             text = result_text(await self._run_chunk(fn, chunk, executor))
-            async with self.connection() as conn:
-                await steps.save_step(conn, Lease(ctx.id, ctx.lease_token), name, text)
+            await self.save_step(ctx, name, text)
             kept[name] = text
         text = kept[name]
         # Always as it was stored, so that a retry sees the same.
@@ -309,7 +332,7 @@ class WorkerHost:
             return await loop.run_in_executor(pool, fn, chunk)
         except BrokenProcessPool as error:
             self._processes = None
-            raise RuntimeError("a process that ran a chunk died") from error
+            raise ChildDied("a process that ran a chunk died") from error
         except (pickle.PicklingError, AttributeError) as error:
             if executor == "process" and "pickle" in str(error).lower():
                 raise BadResult(

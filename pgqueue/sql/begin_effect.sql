@@ -7,13 +7,15 @@ WITH lease AS MATERIALIZED (
     INSERT INTO pgqueue.effects AS e (key, job_id, lease_token, expires_at)
     SELECT %(key)s, l.id, %(lease_token)s::uuid, clock_timestamp() + make_interval(secs => %(ttl)s) FROM lease l
     ON CONFLICT (key) DO UPDATE
-        SET job_id = excluded.job_id, lease_token = excluded.lease_token, begun_at = excluded.begun_at,
+        SET job_id = excluded.job_id, begun_at = excluded.begun_at,
+            lease_token = CASE WHEN e.done_at IS NULL AND %(at_most_once)s THEN NULL ELSE excluded.lease_token END,
             expires_at = excluded.expires_at, done_at = NULL, result = NULL
         WHERE e.done_at IS NOT NULL AND e.expires_at <= clock_timestamp()
-           OR e.done_at IS NULL AND NOT %(at_most_once)s AND e.job_id <> excluded.job_id AND e.begun_at < statement_timestamp()
+           OR e.done_at IS NULL AND e.job_id <> excluded.job_id AND e.begun_at < statement_timestamp()
               AND NOT EXISTS (SELECT FROM pgqueue.jobs_live j WHERE j.id = e.job_id)
-    RETURNING e.key
+              AND NOT (%(at_most_once)s AND EXISTS (SELECT FROM pgqueue.jobs_failed j WHERE j.id = e.job_id AND j.reason = 'in_doubt'))
+    RETURNING e.lease_token IS NOT NULL AS anew
 )
-SELECT EXISTS (SELECT FROM lease) AS leased, EXISTS (SELECT FROM taken) AS taken, e.job_id, e.done_at IS NOT NULL AS done,
+SELECT EXISTS (SELECT FROM lease) AS leased, (SELECT anew FROM taken) AS taken, e.job_id, e.done_at IS NOT NULL AS done,
        EXISTS (SELECT FROM pgqueue.jobs_live j WHERE j.id = e.job_id) AS alive
 FROM (VALUES (1)) one LEFT JOIN pgqueue.effects e ON e.key = %(key)s

@@ -216,8 +216,26 @@ async def test_one_whose_job_is_gone_is_taken_over(two: Two) -> None:
 
 async def test_one_that_must_not_happen_twice_is_not(two: Two) -> None:
     await two.begin(0, AT_MOST_ONCE)
-    await two.end(0)
+    await two.end(0, reason="in_doubt")
     assert await two.begin(1, AT_MOST_ONCE) is Standing.UNSETTLED
+
+
+@pytest.mark.parametrize("fate", ["cancelled", "deleted", "failed"])
+async def test_a_doubt_whose_job_cannot_be_resolved_is_told_by_the_next(conn, two: Two, fate: str) -> None:
+    """Otherwise all that come after it would wait for ever."""
+    await two.begin(0, AT_MOST_ONCE)
+    id, other = (job.id for job in two.jobs)
+    if fate == "cancelled":
+        await finish.release(conn, [two.lease(0)])
+        await control.cancel_job(conn, id)
+    else:
+        await two.end(0)
+        if fate == "deleted":
+            await control.delete_job(conn, id)
+    assert await two.begin(1, AT_MOST_ONCE) is Standing.AGAIN
+    await two.end(1, reason="in_doubt")
+    await conn.execute("SELECT pgqueue.resolve_job(%s, 'retry')", [other])
+    assert await value(conn, "SELECT count(*) FROM pgqueue.effects") == 0
 
 
 async def test_what_the_handler_did_not_do_is_free_again(conn, two: Two) -> None:
@@ -252,7 +270,7 @@ async def test_past_its_time_it_may_happen_anew(conn, two: Two) -> None:
 
 async def test_past_its_time_a_doubt_remains(conn, two: Two) -> None:
     await two.begin(0, AT_MOST_ONCE)
-    await two.end(0)
+    await two.end(0, reason="in_doubt")
     await conn.execute("UPDATE pgqueue.effects SET expires_at = now() - interval '1 year'")
     assert await two.begin(1, AT_MOST_ONCE) is Standing.UNSETTLED
 

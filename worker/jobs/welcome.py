@@ -106,9 +106,11 @@ def deliver(config: Settings, message: EmailMessage) -> None:
             smtp.login(config.smtp_email or "", config.smtp_password)
         try:
             smtp.send_message(message)
-        except (smtplib.SMTPResponseException, smtplib.SMTPRecipientsRefused, smtplib.SMTPNotSupportedError):
+        except (smtplib.SMTPSenderRefused, smtplib.SMTPRecipientsRefused, smtplib.SMTPNotSupportedError):
             raise  # these are OSErrors, too, but the server has said that it did not take the message
         except OSError as error:
+            if isinstance(error, smtplib.SMTPDataError) and 400 <= error.smtp_code < 600:
+                raise
             # The server may have taken the message and its answer may be lost.
             raise InDoubt(f"{host} went away while it took the message: {error}") from error
         # Accepted: whatever the server says to a goodbye, the message is on its way.
