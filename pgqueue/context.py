@@ -120,7 +120,8 @@ class Context:
 
     def check(self) -> None:
         """Raises if the job should stop: it was cancelled, its time is over, or the worker stops or lost the lease.
-        A handler in a thread cannot be stopped in any other way, so call it in every loop."""
+        A handler in a thread cannot be stopped in any other way, so call it in every loop. In one that is at_most_once,
+        call it before the effect: stopping here says that nothing has happened yet."""
         if self._stop is not None:
             raise self._stop
         if self.deadline is not None and time.monotonic() > self.deadline:
