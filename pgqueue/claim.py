@@ -62,6 +62,11 @@ class Claimed(NamedTuple):
     """Seconds since 1970."""
     parked: bool
 
+    @property
+    def suspect(self) -> bool:
+        """Whether it may be to blame: one death says nothing, as a worker dies with all that it runs."""
+        return self.lost > 1
+
 
 class Claim(NamedTuple):
     """What one statement brought. The token was made before it was sent, so it is known even if the answer is lost."""

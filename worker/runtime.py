@@ -333,7 +333,7 @@ class Runtime:
         if logger.isEnabledFor(logging.INFO):
             fields = {"job": job.id, "type": job.type, "queue": job.queue, "attempt": job.attempt + 1}
             say(logger, logging.INFO, "job.started", f"processing job {job.id} {job.type}", **fields)
-        if job.lost and not await self._announce(job, lease_token, threads):
+        if job.suspect and not await self._announce(job, lease_token, threads):
             return
         handler = self.types[job.type]
         outcome, effect = await attempt.run(
@@ -342,7 +342,7 @@ class Runtime:
         self.finisher.put(outcome, job, effect)
 
     async def _announce(self, job: Claimed, lease_token: str, threads: int) -> bool:
-        """A job that was lost with a worker before says that it runs: only it is charged if this worker dies, too."""
+        """A job that was lost with two workers says that it runs: only it is charged if this worker dies, too."""
         try:
             async with self.host.connection() as conn:
                 return await finish.start(conn, Lease(job.id, lease_token), threads)

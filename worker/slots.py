@@ -1,8 +1,8 @@
 """The slots of a worker and the claimed jobs that wait for one.
 
 A job takes as many slots as it demands, all at once. Smaller jobs may pass a big one that waits for slots, until it has
-waited for PASS_FOR seconds: then freed slots are kept for it. A suspect, which was lost with a worker before, does not
-run beside another suspect: should it kill this worker too, only it is to blame.
+waited for PASS_FOR seconds: then freed slots are kept for it. A suspect, which was lost with two workers before, does
+not run beside another suspect: should it kill this worker too, only it is to blame.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Slots:
     def offer(self, jobs: Iterable[Claimed], lease_token: str) -> None:
         self.moved = time.monotonic()
         for job in jobs:
-            if job.lost:
+            if job.suspect:
                 self.suspects.append((job, lease_token))
             elif job.thread_demand > 1 and self.demand(job) > 1:
                 self.big.append((job, lease_token, time.monotonic()))
@@ -83,7 +83,7 @@ class Slots:
 
     def give_back(self, job: Claimed, slots: int) -> None:
         self.free += slots
-        if job.lost:
+        if job.suspect:
             self.suspect_runs = False
         if slots > 1 or self.big or self.suspects:
             self._wake(self.free)

@@ -1,7 +1,7 @@
 -- running -> pending, when no live worker owns it; -> failed as poison after too many losses; -> cancelled if asked to stop,
 -- unless it began an effect: then the next attempt finds out whether that is in doubt.
 -- The gaps between the ids of the live workers hold exactly the jobs of all others, known or not.
--- A job's first loss only makes it a suspect. Suspects run alone and say so (start.sql): only the one that ran is charged.
+-- A job's second loss makes it a suspect. Suspects run alone and say so (start.sql): only the one that ran is charged.
 -- ANY (ARRAY[id]) pins the join to the primary key: it cannot be hashed or merged, whatever the planner believes.
 WITH live AS MATERIALIZED (
     SELECT w.id FROM pgqueue.workers w WHERE w.expires_at > statement_timestamp() AND w.stopped_at IS NULL
@@ -34,7 +34,7 @@ WITH live AS MATERIALIZED (
                 ELSE 'retried' END AS outcome
     FROM orphan o
     -- Bounded: one row with an absurd number must not stop the rescue of all others.
-    CROSS JOIN LATERAL (SELECT least(o.lost, 1000000) + (o.lost = 0 OR o.threads_used IS NOT NULL)::int AS lost) l
+    CROSS JOIN LATERAL (SELECT least(o.lost, 1000000) + (o.lost <= 1 OR o.threads_used IS NOT NULL)::int AS lost) l
     CROSS JOIN LATERAL (SELECT FROM pgqueue.jobs_live j WHERE j.id = o.id AND j.lease_token = o.lease_token LIMIT 1) j
 ), again AS (
     UPDATE pgqueue.jobs_live j

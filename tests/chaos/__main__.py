@@ -48,6 +48,8 @@ async def report(scenarios: list[Scenario], scale: str, seed: int, minutes: floa
         print(json.dumps(line), flush=True)
         append(line)
         failed += line["ok"] is False
+        if line["skipped"]:
+            print(f"{line['test']} was skipped: {line['skipped']} (make tools)", file=sys.stderr)
     return min(failed, 1)
 
 

@@ -26,9 +26,10 @@ app = PgQueue()
 
 
 @app.job(retry=RETRY)
-async def effect(ctx: Context, key: str, seconds: float = 0.0, fail: int = 0) -> None:
-    """A row, committed together with the completion. The first `fail` attempts fail."""
-    if seconds:
+async def effect(ctx: Context, key: str, seconds: float = 0.0, fail: int = 0, marker: str | None = None) -> None:
+    """A row, committed together with the completion. The first `fail` attempts fail. With a marker, only the first run
+    takes its time."""
+    if seconds and (marker is None or is_first(marker)):
         await asyncio.sleep(seconds)
     if ctx.attempt <= fail:
         raise ValueError("as ordered")
@@ -66,18 +67,35 @@ async def zombie(ctx: Context, key: str, does: str, seconds: float = 0.5) -> Sno
     """An attempt that was frozen past its lease tries everything that only an owner may do."""
     began = time.monotonic()
     await asyncio.sleep(seconds)
-    if time.monotonic() - began > 2 * seconds + 1:
-        if does == "fail":
-            raise ValueError("a zombie's failure")
-        if does == "snooze":
-            return Snooze(3600)
-        if does == "enqueue":
-            await ctx.enqueue(effect.bind(key=f"child of {key}"))
-        if does == "step":
-            await ctx.step("a zombie's", lambda: 1)
-        ctx.progress(1, 1, "a zombie's")
+    if time.monotonic() - began > 2 * seconds + 1 and (snoozed := await what_only_an_owner_may(ctx, key, does)):
+        return snoozed
     async with ctx.transaction() as tx:
         await tx.execute(ROW, [key, ctx.id, ctx.lease_token])
+    return None
+
+
+@app.job(retry=RETRY)
+async def undead(ctx: Context, key: str, does: str, marker: str) -> Snooze | None:
+    """The same, but it was frozen only until somebody else has begun: the owner must not notice."""
+    first = is_first(marker)
+    await asyncio.sleep(0.5 if first else 2)
+    if first and (snoozed := await what_only_an_owner_may(ctx, key, does)):
+        return snoozed
+    async with ctx.transaction() as tx:
+        await tx.execute(ROW, [key, ctx.id, ctx.lease_token])
+    return None
+
+
+async def what_only_an_owner_may(ctx: Context, key: str, does: str) -> Snooze | None:
+    if does == "fail":
+        raise ValueError("a zombie's failure")
+    if does == "snooze":
+        return Snooze(3600)
+    if does == "enqueue":
+        await ctx.enqueue(effect.bind(key=f"child of {key}"))
+    if does == "step":
+        await ctx.step("a zombie's", lambda: 1)
+    ctx.progress(1, 1, "a zombie's")
     return None
 
 

@@ -31,7 +31,8 @@ _told: ContextVar[list[str]] = ContextVar("told")
 def fault(
     name: str, title: str, *, invariant: str, **options: Any
 ) -> Callable[[Callable[[Verdict, bool], None]], None]:
-    """A scenario that waits more than it works, written without async. It is told whether the run is a small one."""
+    """A scenario that waits more than it works, written without async. It is told whether the run is a small one. Its
+    faults come in a fixed order, whatever the seed."""
 
     def register(body: Callable[[Verdict, bool], None]) -> None:
         @scenario(name, title, invariant=invariant, **options)

@@ -15,8 +15,8 @@ CASES = {
     "done": ("completed", 1, True, True, {}),
     "not acknowledged": ("completed", 1, True, False, {"recovered": 1}),
     "refused": (None, 0, True, False, {}),
-    "cancelled": ("cancelled", 0, True, True, {}),
-    "in doubt": ("failed", 0, True, True, {}),
+    "cancelled": ("cancelled", 0, True, True, {"lost": 1}),
+    "in doubt": ("failed", 0, True, True, {"lost": 1}),
     "no row": (None, 0, True, True, {"lost": 1, "problems": ["1 acknowledged jobs have no row"]}),
     "no effect": ("completed", 0, True, True, {"lost": 1, "problems": ["1 jobs are completed without an effect"]}),
     "silent": ("completed", 0, True, False, {"problems": ["1 jobs are completed without an effect"]}),
@@ -36,26 +36,44 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 async def test_the_judge(name, dsn, conn, tmp_path):
     status, effects, attempted, acknowledged, said = CASES[name]
-    await conn.execute(EFFECTS)
-    await conn.execute(AUDIT)
-    ledger = Ledger(tmp_path)
-    ledger.attempt(["k"] * attempted)
-    ledger.acknowledge(["k"] * acknowledged)
-    if status is not None:
-        await conn.execute(INSERT, [status])
-    for _ in range(effects):
-        await conn.execute("INSERT INTO public.effects VALUES ('k', (SELECT id FROM pgqueue.jobs))")
-    ground = Ground(dsn, conn, None)
-    ground.audited = True
-    verdict = await judge(SimpleNamespace(ledger=ledger, sink_calls=list), ground)
-    ledger.close()
+    verdict = await judged(dsn, conn, tmp_path, "effect", status, effects, attempted, acknowledged)
     buckets = ("lost", "duplicated", "unexpected", "recovered", "problems")
     assert {bucket: value for bucket in buckets if (value := getattr(verdict, bucket))} == said
     assert verdict.ok == (said.keys() <= {"recovered"})
 
 
+async def test_what_is_excused(dsn, conn, tmp_path):
+    """A doubt about what must not happen twice, once for a fault; what an operator cancelled."""
+    for doubts in (0, 1):
+        verdict = await judged(dsn, conn, tmp_path / str(doubts), "mail", "failed", 0, True, True, doubts=doubts)
+        assert (verdict.lost, verdict.ok) == (0, doubts == 1)
+        await conn.execute("DROP TABLE public.effects, public.moves CASCADE; DROP FUNCTION public.note_move CASCADE")
+        await conn.execute("DELETE FROM pgqueue.jobs")
+    await conn.execute("INSERT INTO pgqueue.jobs (id, type, payload) VALUES (1, 'effect', '{\"key\": \"k\"}')")
+    await conn.execute("SELECT pgqueue.cancel_job(1, 'why')")
+    verdict = await judged(dsn, conn, tmp_path, "effect", None, 0, True, True)
+    assert (verdict.lost, verdict.ok) == (0, True)
+
+
+async def judged(dsn, conn, folder, type, status, effects, attempted, acknowledged, **allowed):
+    await conn.execute(EFFECTS)
+    await conn.execute(AUDIT)
+    ledger = Ledger(folder)
+    ledger.attempt(["k"] * attempted)
+    ledger.acknowledge(["k"] * acknowledged)
+    if status is not None:
+        await conn.execute(INSERT, [type, status])
+    for _ in range(effects):
+        await conn.execute("INSERT INTO public.effects VALUES ('k', (SELECT id FROM pgqueue.jobs))")
+    ground = Ground(dsn, conn, None)
+    ground.audited = True
+    verdict = await judge(SimpleNamespace(ledger=ledger, sink_calls=list), ground, **allowed)
+    ledger.close()
+    return verdict
+
+
 INSERT = """
 INSERT INTO pgqueue.jobs (id, type, payload, status, finished_at, reason)
-SELECT 1, 'effect', '{"key": "k"}', s, CASE WHEN s <> 'pending' THEN now() END, CASE s WHEN 'failed' THEN 'in_doubt' END
-FROM (SELECT %s::pgqueue.status AS s) given
+SELECT 1, t, '{"key": "k"}', s, CASE WHEN s <> 'pending' THEN now() END, CASE s WHEN 'failed' THEN 'in_doubt' END
+FROM (SELECT %s AS t, %s::pgqueue.status AS s) given
 """

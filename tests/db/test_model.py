@@ -619,8 +619,8 @@ class Queue(RuleBasedStateMachine):
             poisoned = 0
             for id in orphans:
                 job = self.jobs[id]
-                # The first loss makes it a suspect; after that only those are charged that said that they run.
-                job.lost += job.lost == 0 or job.announced
+                # The second loss makes it a suspect; after that only those are charged that said that they run.
+                job.lost += job.lost <= 1 or job.announced
                 outcome = "cancelled" if job.cancelling else "failed" if job.lost >= 3 else "retried"
                 job.attempts.append((job.attempt + 1, outcome, "worker_lost"))
                 self.take_back(id)

@@ -94,7 +94,7 @@ def test_a_small_job_of_higher_priority_goes_before_a_big_one_that_fits() -> Non
 
 
 def test_suspects_do_not_run_beside_each_other() -> None:
-    suspects = [job(lost=1), job(lost=2)]
+    suspects = [job(lost=2), job(lost=3)]
     innocent = job()
     pool = offered(4, *suspects, innocent)
     assert taken(pool) == (suspects[0].id, 1)
@@ -109,7 +109,7 @@ def test_suspects_do_not_run_beside_each_other() -> None:
 
 
 def test_a_suspect_may_be_big() -> None:
-    small, suspect = job(), job(3, lost=1)
+    small, suspect = job(), job(3, lost=2)
     pool = offered(3, small)
     assert taken(pool) == (small.id, 1)
     pool.offer([suspect], "token")
@@ -119,7 +119,7 @@ def test_a_suspect_may_be_big() -> None:
 
 
 def test_whoever_waits_can_be_sent_away() -> None:
-    jobs = [job(), job(2), job(lost=1)]
+    jobs = [job(), job(2), job(lost=2)]
     pool = offered(4, *jobs)
     assert pool.waiting_ids() == {each.id for each in jobs}
     assert {each.id for each, token in pool.clear() if token == "token"} == {each.id for each in jobs}
@@ -127,14 +127,14 @@ def test_whoever_waits_can_be_sent_away() -> None:
 
 
 def test_what_waits_too_long_can_be_sent_away_without_the_big_ones() -> None:
-    small, big, suspect = job(), job(2), job(lost=1)
+    small, big, suspect = job(), job(2), job(lost=2)
     pool = offered(4, small, big, suspect)
     assert {each.id for each, _ in pool.clear(big=False)} == {small.id, suspect.id}
     assert taken(pool) == (big.id, 2)
 
 
 def test_those_that_wait_can_be_taken_out() -> None:
-    jobs = [job(), job(2), job(lost=1), job()]
+    jobs = [job(), job(2), job(lost=2), job()]
     pool = offered(4, *jobs)
     assert pool.remove({999}) == []
     assert {each.id for each, _ in pool.remove({jobs[0].id, jobs[1].id, jobs[2].id, 999})} == {j.id for j in jobs[:3]}
@@ -152,7 +152,7 @@ def test_room() -> None:
     assert pool.room == 3, "it may be passed"
     pool.offer(bigs[1:], "token")
     assert pool.room == 2
-    pool.offer([job(), job(lost=1)], "token")
+    pool.offer([job(), job(lost=2)], "token")
     assert pool.room == 0
     age(pool, PASS_FOR + 1)
     assert pool.room == -3, "what is free is kept"
@@ -174,7 +174,7 @@ async def test_sleepers_are_woken_for_what_they_can_take() -> None:
     runners = [asyncio.create_task(runner()) for _ in range(2)]
     await asyncio.sleep(0)
     chosen = random.Random(1)
-    jobs = [job(chosen.choice([1, 1, 2, 5]), lost=chosen.choice([0, 0, 0, 1])) for _ in range(300)]
+    jobs = [job(chosen.choice([1, 1, 2, 5]), lost=chosen.choice([0, 1, 0, 2])) for _ in range(300)]
     for start in range(0, 300, 7):
         pool.offer(jobs[start : start + 7], "token")
         await asyncio.sleep(0)

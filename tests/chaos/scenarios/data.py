@@ -105,7 +105,7 @@ async def x4(lab: Lab) -> Verdict:
         await asyncio.sleep(0.02)
     await producing
     await ground.settled()
-    verdict = await judge(lab, ground)
+    verdict = await judge(lab, ground, doubts=cancelled)
     verdict.faults = {"statements cancelled": cancelled, "odd settings": len(STRICT)}
     verdict.figures["producers_refused"] = dict(lab.refused)
     verdict.expect(len(lab.alive) == 2, "a worker has ended")

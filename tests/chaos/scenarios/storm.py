@@ -40,8 +40,9 @@ async def c1(lab: Lab) -> Verdict:
     await storm.rage(over=lab.size(14.0, 40.0, 240.0))
     await storm.ground.settled(within=900)
     seconds = time.monotonic() - started
-    verdict = await judge(lab, storm.ground)
-    verdict.faults = dict(storm.faults) | dict(storm.wire.cuts)
+    faults = dict(storm.faults) | dict(storm.wire.cuts)
+    verdict = await judge(lab, storm.ground, doubts=sum(faults.values()))
+    verdict.faults = faults
     observed(verdict, storm.monitor)
     attempts = await storm.ground.value("SELECT count(*)::int FROM pgqueue.attempts WHERE outcome = 'retried'")
     verdict.figures |= {

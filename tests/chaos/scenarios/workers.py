@@ -30,9 +30,9 @@ async def c0(lab: Lab) -> Verdict:
 
 @scenario(
     "C3",
-    "workers are frozen while they run jobs, others finish them, then the zombies wake up and complete, fail, snooze,"
-    " add jobs, store steps and progress",
-    invariant="every write of a zombie is refused: one effect a job, no job that a zombie added",
+    "workers are frozen while they run jobs; others have finished them, or are about to, when the zombies wake up and"
+    " complete, fail, snooze, add jobs, store steps and progress",
+    invariant="every write of a zombie is refused, and no owner notices: one effect a job, no job that a zombie added",
     minute=True,
 )
 async def c3(lab: Lab) -> Verdict:
@@ -54,9 +54,12 @@ async def c3(lab: Lab) -> Verdict:
         await until(lambda: len(frozen.said("job.lease_lost")) >= threads, "all of them are refused")  # noqa: B023
         frozen.send(signal.SIGTERM)
         await frozen.ended()
+    owners = [await wake_beside_its_heir(lab, ground, threads) for _ in range(lab.size(1, 2, 5))]
+    zombies += threads * len(owners)
     verdict = await judge(lab, ground)
     observed(verdict, monitor)
-    fenced = lab.said("job.lease_lost")
+    disturbed = sum(len(owner.said("job.lease_lost")) for owner in owners)
+    fenced = lab.said("job.lease_lost") - disturbed
     verdict.faults = {"zombies": zombies}
     verdict.figures |= {"effects": await ground.value("SELECT count(*)::int FROM public.effects"), "fenced": fenced}
     left = await ground.value(
@@ -64,7 +67,31 @@ async def c3(lab: Lab) -> Verdict:
     )
     verdict.expect(left == 0, f"{left} steps or jobs of zombies are left")
     verdict.expect(fenced == zombies, f"{fenced} were fenced")
+    verdict.expect(disturbed == 0, f"{disturbed} owners lost their leases to zombies")
+    spoilt = "SELECT count(*) FROM pgqueue.jobs WHERE attempt > 1 OR progress->>'message' LIKE 'a zombie%%'"
+    verdict.expect(await ground.value(spoilt) == 0, "zombies charged attempts or told progress")
     return verdict
+
+
+async def wake_beside_its_heir(lab: Lab, ground: Ground, number: int) -> Process:
+    """Its zombies wake up while the jobs run elsewhere. The heir, which must not notice."""
+    frozen = lab.worker(ground, threads=number)
+    dead = await ground.worker_of(frozen)
+    marks = {key: str(lab.folder / key) for key in lab.keys(number)}
+    what = zip(marks.items(), cycle(["fail", "snooze", "enqueue", "step", "complete"]), strict=False)
+    await lab.produce(ground, [("undead", {"key": key, "marker": mark, "does": do}) for (key, mark), do in what])
+    await until(lambda: all(Path(mark).exists() for mark in marks.values()), "they all run")
+    frozen.send(signal.SIGSTOP)
+    heir = lab.worker(ground, threads=number)
+    others = f"{RUNNING} AND worker_id <> '{dead}'"
+    await until(lambda: is_number(ground, others, number), "the heir runs all of them")
+    frozen.send(signal.SIGCONT)
+    await until(lambda: len(frozen.said("job.lease_lost")) >= number, "all of them are refused")
+    await ground.settled()
+    heir.kill()
+    frozen.send(signal.SIGTERM)
+    await frozen.ended()
+    return heir
 
 
 THREADS = [("zombie_thread", "complete"), ("zombie_thread", "fail")]
@@ -105,6 +132,7 @@ async def c5(lab: Lab) -> Verdict:
     verdict.figures |= figures | {"fenced": lab.said("job.lease_lost")}
     verdict.expect(figures["lost_by_loop"] == 0, "a blocked loop cost a lease")
     verdict.expect(figures["lost_by_gil"] > 0, "nothing was tried: the heartbeat went on")
+    verdict.expect(verdict.figures["fenced"] > 0, "nobody was fenced")
     return verdict
 
 
@@ -127,7 +155,7 @@ async def c7(lab: Lab) -> Verdict:
         new = lab.worker(ground, threads=16)
         living = await ground.worker_of(new)
         await lab.produce(ground, [("effect", {"key": key, "seconds": LEASE * 2}) for key in lab.keys(8)])
-        if number % 2:
+        if number % 2 == 0:
             query = "UPDATE pgqueue.workers n SET name = o.name, host = o.host, pid = o.pid FROM pgqueue.workers o"
             await ground.rows(query + " WHERE n.id = %s AND o.id = %s", living, dead)
         await ground.rows("DELETE FROM pgqueue.workers WHERE id = %s", dead)
@@ -141,7 +169,7 @@ async def c7(lab: Lab) -> Verdict:
     verdict.expect(lost == 8 * rounds, f"{lost} jobs were rescued, not {8 * rounds}")
     bound = LEASE + RESCUE + 1.0
     verdict.figures["bound"] = f"{bound:g} s"
-    verdict.expect(max(monitor.recovery) < bound + 4, f"rescued after {max(monitor.recovery):.1f} s")
+    verdict.expect(max(monitor.recovery) < bound, f"rescued after {max(monitor.recovery):.1f} s")
     return verdict
 
 
@@ -180,6 +208,8 @@ async def c8(lab: Lab) -> Verdict:
     innocent = await ground.value("SELECT count(*)::int FROM pgqueue.jobs_failed WHERE type = 'effect'")
     gluttons = batches // 2 if limit else 0
     verdict.faults = {"aborts": batches - gluttons, "out of memory": gluttons}
+    if not limit:
+        verdict.figures["not_tried"] = "out of memory: no cgroups, or not root"
     verdict.figures |= {"deaths": deaths, "attempts_of_innocents": charged}
     verdict.expect(poisoned == batches, f"{poisoned} of {batches} poisons are in the dead letter queue")
     verdict.expect(innocent == 0, f"{innocent} innocents are in the dead letter queue")
@@ -244,7 +274,7 @@ async def x1(lab: Lab) -> Verdict:
         worker.kill()
     lab.worker(ground, threads=8)
     await ground.settled()
-    verdict = await judge(lab, ground)
+    verdict = await judge(lab, ground, doubts=8 * rounds)  # as many as run at once
     observed(verdict, monitor)
     verdict.faults = {"SIGTERM, then kill -9": rounds, "restarts of PostgreSQL": restarts}
     return verdict
@@ -280,6 +310,7 @@ async def x2(lab: Lab) -> Verdict:
     verdict.faults = {"kill -9 of a child": kills, "kill -9 of the worker": 1}
     died = "SELECT count(*)::int FROM pgqueue.attempts WHERE error_type = 'ChildDied'"
     verdict.figures |= {"attempts_lost_with_a_child": await ground.value(died)}
+    verdict.expect(kills >= number // 10, f"only {kills} children were killed")
     return verdict
 
 
