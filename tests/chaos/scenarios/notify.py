@@ -77,7 +77,8 @@ def enqueue(at: Site, jobs: int) -> tuple[int, list[float]]:
 @fault(
     "C23",
     "a commit with a NOTIFY hangs, and holds the lock that all NOTIFYs of the server need",
-    invariant="after two seconds enqueues go through as before, without NOTIFY; all is as before when it has ended",
+    invariant="after two seconds new enqueues go through as before, without NOTIFY; a commit that waits for the lock"
+    " already is given up by its lock_timeout, or waits until the end; all is as before then",
 )
 def commit_with_notify_hangs(verdict: Verdict, small: bool) -> None:
     seconds = 12 if small else 30
@@ -96,6 +97,9 @@ def commit_with_notify_hangs(verdict: Verdict, small: bool) -> None:
         wait(lambda: at.db.value("SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep'"), "it hangs")
         with Stalls(at.server.dsn).noted() as stalls:
             began = time.time()
+            patient: list[float] = []
+            waiter = threading.Thread(target=wait_for_it, args=[at.server.dsn, patient], daemon=True)
+            waiter.start()
             took, stuck = produce_all(at, seconds)
             held_up_for = max(stuck, default=began) - began
             stalled = stalls.within(began, began + held_up_for)
@@ -105,11 +109,13 @@ def commit_with_notify_hangs(verdict: Verdict, small: bool) -> None:
         at.db.run("ALTER SYSTEM RESET synchronous_standby_names")
         at.db.run("SELECT pg_reload_conf()")
         hanging.join(10)
+        waiter.join(10)
         at.fleet.wait_until_idle(*workers)
         healed = time.monotonic()
         wait(lambda: max(enqueue(at, 3)[1]) < 0.3, "workers are woken again", 40)
         wait(lambda: not at.db.value("SELECT count(*) FROM pgqueue.jobs_live"), "every job has ended")
-        verdict.n = len(took) + len(stuck)
+        verdict.n = len(took) + len(stuck) + 1
+        verdict.expect(patient, "the enqueue that has no lock_timeout is still waiting")
         verdict.faults = {"commits that hang": 1}
         verdict.recovery = [held_up_for, time.monotonic() - healed]
         verdict.expect(stuck, "nobody was held up: nothing was tried")
@@ -120,6 +126,7 @@ def commit_with_notify_hangs(verdict: Verdict, small: bool) -> None:
             "enqueue_p50_p99_max_before": [round(percentile(before, share), 3) for share in (0.5, 0.99, 1)],
             "enqueue_p50_p99_max": [round(percentile(took, share), 3) for share in (0.5, 0.99, 1)],
             "held_up": len(stuck),
+            "without_lock_timeout_held_up_for": round(max(patient, default=0.0), 1),
             "held_up_for": round(held_up_for, 2),
             "machine_stalled_meanwhile": round(stalled, 2),
             "waiting_at_the_end": waiting,
@@ -132,6 +139,14 @@ def hang(dsn: str) -> None:
         conn.execute("SET synchronous_commit = on")
         # Not one of ours; what writes nothing would wait for nobody.
         conn.execute("INSERT INTO public.others SELECT length(pg_notify('elsewhere', '')::text)")
+
+
+def wait_for_it(dsn: str, took: list[float]) -> None:
+    """An enqueue that began before anybody noticed, and has no lock_timeout."""
+    with psycopg.connect(dsn, autocommit=True) as conn:
+        started = time.time()
+        conn.execute("INSERT INTO pgqueue.jobs (type) VALUES ('nothing')")
+        took.append(time.time() - started)
 
 
 def produce_all(at: Site, seconds: float) -> tuple[list[float], list[float]]:
