@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -85,6 +86,22 @@ def test_a_lock_that_stays_is_named(dsn: str, monkeypatch: pytest.MonkeyPatch) -
         assert f"pid {conn.info.backend_pid}, " in str(caught.value)
     assert "the holder, idle in transaction" in str(caught.value)
     assert migrate.status(dsn).up_to_date
+
+
+def test_who_enqueues_does_not_wait_behind_a_migration_that_waits(dsn: str) -> None:
+    """For a moment only, again and again: whoever asks for a lock after it stands in line behind it."""
+    with ThreadPoolExecutor() as threads, psycopg.connect(dsn) as reader:
+        reader.execute("SELECT count(*) FROM pgqueue.jobs")
+        migrating = threads.submit(migrate.down, dsn, "base")
+        with psycopg.connect(dsn, autocommit=True) as conn:
+            waits = "SELECT count(*) FROM pg_locks WHERE NOT granted AND mode = 'AccessExclusiveLock'"
+            while conn.execute(waits).fetchone() == (0,):
+                assert not migrating.done(), migrating.exception()
+            began = time.monotonic()
+            conn.execute("INSERT INTO pgqueue.jobs (type) VALUES ('t')")
+            assert time.monotonic() - began < 2
+        reader.rollback()
+        migrating.result(60)
 
 
 def test_the_script_makes_the_same_schema(server: PostgresServer, dsn: str, empty_dsn: str) -> None:

@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import psycopg
 import pytest
@@ -15,6 +16,7 @@ from pgqueue.embedded import PostgresServer, running_postgres, start_postgres
 from pgqueue.job import NewJob
 from pgqueue.settings import Settings
 from pgqueue.sql import SQL
+from pgqueue.worker.heartbeat import Heartbeat, Vitals
 from pgqueue.worker.janitor import RECONCILE_AFTER, Janitor
 from pgqueue.worker.link import Link
 from pgqueue.worker.runtime import Runtime
@@ -308,3 +310,26 @@ async def test_a_janitor_that_is_cut_off_goes_on(statement: str, conn: psycopg.A
         running.cancel()
         await asyncio.wait([running])
         await link.close()
+
+
+@on_18
+async def test_a_rescue_that_is_due_between_two_ticks_is_on_time(dsn: str) -> None:
+    times = {"poll_interval": 1, "rescue_interval": 5, "retention_days": 30}
+    link = Link(dsn, "pgqueue-janitor test")
+    janitor = Janitor(link, uuid4(), **times, known=set, cancel=lambda ids: None, ready=lambda: None)
+    began = time.monotonic()
+    janitor._next_rescue = began + 0.2
+    await janitor._sleep()
+    assert 0.2 <= time.monotonic() - began < 0.7
+
+
+@on_18
+async def test_a_worker_that_registers_anew_has_its_lease_at_once(conn: psycopg.AsyncConnection, dsn: str) -> None:
+    """Else it would give back all that it claims until its next heartbeat."""
+    worker = (await MiniWorker(conn).register()).worker
+    heartbeat = Heartbeat(dsn, worker, 10, Vitals, lambda pulse: None)
+    await conn.execute("DELETE FROM pgqueue.workers")
+    heartbeat.confirmed = time.monotonic() - 60
+    await heartbeat._beat(conn)
+    assert heartbeat.lease_stands(time.monotonic())
+    assert await value(conn, "SELECT count(*) FROM pgqueue.workers WHERE expires_at > now()") == 1
