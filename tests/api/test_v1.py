@@ -163,6 +163,17 @@ def test_idempotency_key(api: Api) -> None:
     assert api("POST", f"{V1}/jobs", body, headers=refused).status == 201
 
 
+def test_an_idempotency_key_of_a_deleted_job(api: Api) -> None:
+    body = {"type": "t", "idempotency_key": "k"}
+    id = add(api, **body)["id"]
+    api.query("SELECT pgqueue.cancel_job(%s)", id)
+    api.query("SELECT pgqueue.delete_job(%s)", id)
+    again = api("POST", f"{V1}/jobs", body)
+    assert again.status == 409
+    assert f"belongs to job {id}, which has been deleted" in again.json["detail"]
+    assert api.count() == 0
+
+
 def test_an_idempotency_key_that_is_in_use(api: Api) -> None:
     body, headers = {"type": "t"}, {"Idempotency-Key": "busy"}
     with psycopg.connect(api.dsn) as conn:

@@ -102,6 +102,14 @@ class Place:
         dead = "UPDATE pgqueue.workers SET expires_at = now() - interval '1 s' WHERE id IS DISTINCT FROM %s"
         await self.conn.execute(dead, [but])
 
+    async def cut_off_handlers(self) -> int:
+        """How many connections of handlers there were; on return PostgreSQL has none of them any more."""
+        query = """
+            SELECT count(*) FILTER (WHERE pg_terminate_backend(pid, 5000)) FROM pg_stat_activity
+            WHERE application_name LIKE 'pgqueue-handlers%%' AND datname = current_database()
+        """
+        return int(await self.value(query))
+
     async def effects(self, mode: str, key: str) -> int:
         if mode == "in_transaction":
             return int(await self.value("SELECT count(*) FROM public.seen WHERE key = %s", key))

@@ -6,8 +6,10 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import psycopg
 import pytest
 
 from pgqueue import Context, InDoubt, PgQueue, Snooze, control
@@ -35,6 +37,22 @@ def dies() -> None:
 @children.job("bad result", executor="process", at_most_once=True, retry=QUICK)
 def bad_result() -> object:
     return object()
+
+
+@children.job("lazy", executor="process", at_most_once=True, retry=QUICK)
+def lazy(sink: str) -> object:
+    Sink(sink).call("k")
+    return (n for n in range(3))
+
+
+@children.job("local", executor="process", at_most_once=True, retry=QUICK)
+def local(sink: str) -> object:
+    @dataclass
+    class Receipt:
+        number: int
+
+    Sink(sink).call("k")
+    return Receipt(7)
 
 
 @children.job("deaf", executor="process", once_per=["key"], at_most_once=True, retry=QUICK)
@@ -186,6 +204,96 @@ async def test_a_child_process_that_dies_leaves_a_doubt(arena: Arena, type: str)
         assert (job["status"], job["reason"], job["attempt"]) == ("failed", "in_doubt", 1)
 
 
+@pytest.mark.parametrize(("type", "result"), [("lazy", [0, 1, 2]), ("local", {"number": 7})])
+async def test_a_result_that_is_json_need_not_be_picklable(arena: Arena, type: str, result: Any) -> None:
+    async with arena.place() as place:
+        id = await place.add(type, {"sink": str(place.sink.folder)})
+        async with worker_inside(children, place.dsn, threads=1):
+            [job] = await place.ended(id)
+        assert (job["status"], job["attempt"], job["result"]) == ("completed", 1, result)
+        assert place.sink.all("effects") == ["k"]
+
+
+def die(chunk: Any) -> None:
+    os._exit(9)
+
+
+async def commit_is_not_serializable(ctx: Context) -> None:
+    look, see = "SELECT count(*) FROM public.seen", "INSERT INTO public.seen VALUES ('k', 1)"
+    async with ctx.transaction("serializable") as tx:
+        await tx.execute(look)
+        await tx.execute(see)
+        async with await psycopg.AsyncConnection.connect(ctx._host.dsn) as rival:  # type: ignore[attr-defined]
+            await rival.set_isolation_level(psycopg.IsolationLevel.SERIALIZABLE)
+            await rival.execute(look)
+            await rival.execute(see)
+
+
+async def step_runs_into_statement_timeout(ctx: Context) -> None:
+    async with await psycopg.AsyncConnection.connect(ctx._host.dsn) as conn:  # type: ignore[attr-defined]
+        await conn.execute(
+            """
+            CREATE FUNCTION public.late() RETURNS trigger LANGUAGE plpgsql AS $$
+            BEGIN RAISE 'canceling statement due to statement timeout' USING ERRCODE = 'query_canceled'; END $$
+            """
+        )
+        await conn.execute("CREATE TRIGGER late BEFORE INSERT ON pgqueue.steps EXECUTE FUNCTION public.late()")
+    await ctx.step("one", lambda: None)
+
+
+async def chunk_dies(ctx: Context) -> None:
+    await ctx.map_chunks(die, [1])
+
+
+async def is_cancelled_from_inside(ctx: Context) -> None:
+    inner = asyncio.create_task(asyncio.Event().wait())
+    asyncio.get_running_loop().call_soon(inner.cancel)
+    await inner
+
+
+async def middleware_fails(ctx: Context) -> None: ...
+
+
+async def result_fails(ctx: Context) -> object:
+    return (1 // n for n in (1, 0))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        commit_is_not_serializable,
+        step_runs_into_statement_timeout,
+        chunk_dies,
+        is_cancelled_from_inside,
+        middleware_fails,
+        result_fails,
+    ],
+    ids=lambda how: how.__name__,
+)
+async def test_an_error_that_it_did_not_raise_is_not_its_word(arena: Arena, how: Callable[..., Any]) -> None:
+    calls = []
+    app = PgQueue()
+
+    @app.middleware
+    async def count(ctx: Context, call_next: Callable[[], Any]) -> Any:
+        result = await call_next()
+        if how is middleware_fails:
+            raise RuntimeError("nobody counts")
+        return result
+
+    @app.job("t", at_most_once=True, retry=QUICK)
+    async def handler(ctx: Context) -> object:
+        calls.append(ctx.attempt)
+        return await how(ctx)
+
+    async with arena.place() as place:
+        id = await place.add("t", {}, max_attempts=3)
+        async with worker_inside(app, place.dsn):
+            [job] = await place.ended(id)
+        assert (job["status"], job["reason"], job["attempt"]) == ("failed", "in_doubt", 1)
+        assert calls == [1]
+
+
 async def test_cut_off_by_a_cancellation_it_is_in_doubt(arena: Arena) -> None:
     """Cancelled, it would hold its key for ever, and nobody would be told."""
     began = asyncio.Event()
@@ -316,6 +424,37 @@ async def test_given_back_at_a_check_it_runs_again(arena: Arena) -> None:
         assert calls == ["k"]
 
 
+@pytest.mark.parametrize("how", ["step", "step_sync", "map_chunks"])
+async def test_our_own_check_is_not_its_word(arena: Arena, how: str) -> None:
+    """The worker stops while the handler is between its effect and a step."""
+    calls: list[str] = []
+    app = PgQueue()
+
+    def stop(ctx: Context) -> None:
+        # As the worker does, but without the cancellation that would come first.
+        calls.append("effect")
+        ctx._stop = JobAbandoned("the worker stops")
+
+    async def in_loop(ctx: Context) -> None:
+        stop(ctx)
+        if how == "step":
+            await ctx.step("one", lambda: calls.append("step"))
+        else:
+            await ctx.map_chunks(calls.extend, ["step"], executor="thread")
+
+    def in_thread(ctx: Context) -> None:
+        stop(ctx)
+        ctx.step_sync("one", lambda: calls.append("step"))
+
+    app.job("t", at_most_once=True, retry=QUICK)(in_thread if how == "step_sync" else in_loop)
+    async with arena.place() as place:
+        id = await place.add("t", {})
+        async with worker_inside(app, place.dsn):
+            [job] = await place.ended(id)
+        assert (job["status"], job["reason"]) == ("failed", "in_doubt")
+        assert calls == ["effect"]
+
+
 @pytest.mark.parametrize("cancelled", [False, True], ids=["alone", "cancelled meanwhile"])
 async def test_cut_off_by_a_worker_that_stops_it_is_in_doubt(arena: Arena, cancelled: bool) -> None:
     began = asyncio.Event()
@@ -377,6 +516,89 @@ async def test_a_step_that_could_not_be_kept_at_once_is_kept_when_the_database_i
         assert proxy.cuts == 1
         assert job["status"] == "completed"
         assert calls == ["one"]
+
+
+async def test_a_step_whose_connection_died_meanwhile_is_kept(arena: Arena) -> None:
+    calls = []
+    app = PgQueue()
+
+    @app.job("t", retry=QUICK)
+    async def handler(ctx: Context) -> None:
+        async def charge() -> None:
+            calls.append("charge")
+            assert await place.cut_off_handlers() > 0
+
+        await ctx.step("charge", charge)
+
+    async with arena.place() as place:
+        id = await place.add("t", {}, max_attempts=3)
+        async with worker_inside(app, place.dsn):
+            [job] = await place.ended(id)
+        assert (job["status"], job["attempt"]) == ("completed", 1)
+        assert calls == ["charge"]
+        assert await place.value("SELECT array_agg(name) FROM pgqueue.steps") == ["charge"]
+
+
+async def test_a_step_that_could_not_be_kept_does_not_run(arena: Arena) -> None:
+    calls: list[Any] = []
+    app = PgQueue()
+
+    @app.job("t", retry=QUICK)
+    async def handler(ctx: Context) -> None:
+        name: Any
+        for name in ("", "a\0b", "ä" * 501, "\ud800", 7):
+            with pytest.raises(ValueError, match=r"ctx\.step: a name is|surrogates"):
+                await ctx.step(name, lambda name=name: calls.append(name))
+            with pytest.raises(ValueError, match=r"ctx\.step: a name is|surrogates"):
+                ctx.step_sync(name, lambda name=name: calls.append(name))
+        await ctx.step("ä" * 500, lambda: calls.append("good"))
+
+    async with arena.place() as place:
+        id = await place.add("t", {}, max_attempts=1)
+        async with worker_inside(app, place.dsn):
+            [job] = await place.ended(id)
+        assert (job["status"], job["error"]) == ("completed", None)
+        assert calls == ["good"]
+
+
+async def test_a_row_beyond_repair_holds_up_nobody(arena: Arena) -> None:
+    """Its attempt cannot be counted any further."""
+    app = PgQueue()
+    ran = asyncio.Event()
+
+    @app.job("broken", at_most_once=True, retry=QUICK)
+    async def broken() -> None:
+        ran.set()
+        raise ValueError("no")
+
+    @app.job("good", at_most_once=True)
+    async def good() -> None: ...
+
+    async with arena.place() as place:
+        id = await place.add("broken", {})
+        await place.conn.execute("UPDATE pgqueue.jobs_live SET attempt = 2147483647 WHERE id = %s", [id])
+        async with worker_inside(app, place.dsn):
+            await asyncio.wait_for(ran.wait(), 10)
+            [job] = await place.ended(await place.add("good", {}))
+        assert job["status"] == "completed"
+
+
+@pytest.mark.parametrize("at_most_once", [False, True])
+async def test_connections_that_were_cut_between_jobs_cost_nothing(arena: Arena, at_most_once: bool) -> None:
+    """As by a restart of PostgreSQL long ago."""
+    app = PgQueue()
+
+    @app.job("t", at_most_once=at_most_once, retry=Retry(max_attempts=1))
+    async def handler(ctx: Context) -> None:
+        await ctx.step("one", lambda: None)
+        async with ctx.transaction() as tx:
+            await tx.execute("SELECT 1")
+
+    async with arena.place() as place, worker_inside(app, place.dsn, threads=1):
+        await place.ended(await place.add("t", {}, max_attempts=1))
+        assert await place.cut_off_handlers() >= 2
+        [job] = await place.ended(await place.add("t", {}, max_attempts=1))
+        assert (job["status"], job["error"], job["attempt"]) == ("completed", None, 1)
 
 
 @pytest.mark.parametrize("executor", ["async", "thread"])

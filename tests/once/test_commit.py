@@ -4,18 +4,20 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 import psycopg
 import pytest
+from psycopg.rows import dict_row
 
 from pgqueue import Context, PgQueue, rescue
 from pgqueue.errors import DatabaseUnavailable
 from pgqueue.outcome import JobAbandoned, JobCancelled, Retry
 from pgqueue.sql import SQL
+from pgqueue.worker import transactions
 from pgqueue.worker.runtime import Runtime
 from tests.db.queue import MiniWorker
 from tests.once.arena import Arena, Place
@@ -679,6 +681,174 @@ async def test_after_the_commit_nothing_can_fail_the_job(arena: Arena) -> None:
         assert [job["status"] for job in jobs] == ["completed"] * 2
         assert sorted(calls) == ["again", "error"]
         assert await place.value("SELECT count(*) FROM public.seen") == 0
+
+
+@pytest.mark.parametrize("sync", [False, True], ids=["async", "thread"])
+@pytest.mark.parametrize("how", ["nested", "second"])
+async def test_there_is_one_transaction(arena: Arena, how: str, sync: bool) -> None:
+    app = PgQueue()
+
+    async def write(ctx: Context) -> None:
+        with pytest.raises(RuntimeError, match="there can be only one: write everything in it"):
+            async with ctx.transaction() as tx:
+                await tx.execute(SEE, ["more", ctx.id, None])
+
+    def write_sync(ctx: Context) -> None:
+        with (
+            pytest.raises(RuntimeError, match="there can be only one: write everything in it"),
+            ctx.transaction_sync() as tx,
+        ):
+            tx.execute(SEE, ["more", ctx.id, None])
+
+    async def in_loop(ctx: Context) -> None:
+        async with ctx.transaction() as tx:
+            await tx.execute(SEE, ["k", ctx.id, None])
+            if how == "nested":
+                await write(ctx)
+        if how == "second":
+            await write(ctx)
+            told.append("refused")
+
+    def in_thread(ctx: Context) -> None:
+        with ctx.transaction_sync() as tx:
+            tx.execute(SEE, ["k", ctx.id, None])
+            if how == "nested":
+                write_sync(ctx)
+        if how == "second":
+            write_sync(ctx)
+            told.append("refused")
+
+    told: list[str] = []
+    app.job("t", retry=NO_RETRY)(in_thread if sync else in_loop)
+    async with arena.place() as place:
+        id = await place.add("t", {}, max_attempts=1)
+        async with worker_inside(app, place.dsn) as runtime:
+            [job] = await place.ended(id)
+            await until(lambda: runtime.finisher.completed == 1)
+        assert (job["status"], job["error"]) == ("completed", None)
+        assert told == (["refused"] if how == "second" else [])
+        assert await place.value("SELECT array_agg(key) FROM public.seen") == ["k"]
+
+
+@pytest.mark.parametrize("sync", [False, True], ids=["async", "thread"])
+@pytest.mark.parametrize("end", ["commit", "rollback"])
+async def test_a_handler_does_not_end_its_transaction(arena: Arena, end: str, sync: bool) -> None:
+    app = PgQueue()
+
+    async def in_loop(ctx: Context) -> None:
+        async with ctx.transaction() as tx:
+            await tx.execute(SEE, ["k", ctx.id, None])
+            with pytest.raises(psycopg.ProgrammingError, match="leave COMMIT and ROLLBACK to it"):
+                await getattr(tx, end)()
+            async with tx.transaction():
+                await tx.execute(SEE, ["k", ctx.id, None])
+
+    def in_thread(ctx: Context) -> None:
+        with ctx.transaction_sync() as tx:
+            tx.execute(SEE, ["k", ctx.id, None])
+            with pytest.raises(psycopg.ProgrammingError, match="leave COMMIT and ROLLBACK to it"):
+                getattr(tx, end)()
+            with tx.transaction():
+                tx.execute(SEE, ["k", ctx.id, None])
+
+    app.job("t", retry=NO_RETRY)(in_thread if sync else in_loop)
+    async with arena.place() as place:
+        id = await place.add("t", {}, max_attempts=1)
+        async with worker_inside(app, place.dsn):
+            [job] = await place.ended(id)
+        assert (job["status"], job["error"]) == ("completed", None)
+        assert await place.effects("in_transaction", "k") == 2
+
+
+@pytest.mark.parametrize("sync", [False, True], ids=["async", "thread"])
+@pytest.mark.parametrize("end", ["COMMIT", "ROLLBACK"])
+async def test_one_that_does_so_by_sql_writes_once(arena: Arena, end: str, sync: bool) -> None:
+    app = PgQueue()
+
+    async def in_loop(ctx: Context) -> None:
+        async with ctx.transaction() as tx:
+            await tx.execute(SEE, ["k", ctx.id, None])
+            await tx.execute(end.encode())
+
+    def in_thread(ctx: Context) -> None:
+        with ctx.transaction_sync() as tx:
+            tx.execute(SEE, ["k", ctx.id, None])
+            tx.execute(end.encode())
+
+    app.job("t", retry=Retry(max_attempts=3, base=0.01, jitter=0))(in_thread if sync else in_loop)
+    async with arena.place() as place:
+        id = await place.add("t", {}, max_attempts=3)
+        async with worker_inside(app, place.dsn):
+            [job] = await place.ended(id)
+        assert (job["status"], job["reason"], job["attempt"]) == ("failed", "gave_up", 1)
+        assert "leave COMMIT and ROLLBACK to it" in job["error"]
+        assert await place.effects("in_transaction", "k") == (end == "COMMIT")
+
+
+@pytest.mark.parametrize("sync", [False, True], ids=["async", "thread"])
+async def test_a_commit_that_was_a_rollback_completes_nothing(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, sync: bool
+) -> None:
+    """A statement of a task that the handler left behind fails between the completion and COMMIT."""
+    told: list[str] = []
+    app = PgQueue()
+    complete, complete_sync = transactions.complete, transactions.complete_sync
+
+    async def disturbed(conn: Any, ctx: Context) -> None:
+        await complete(conn, ctx)
+        if ctx.attempt == 1:
+            with suppress(psycopg.Error):
+                await conn.execute("SELECT 1/0")
+
+    def disturbed_sync(conn: Any, ctx: Context) -> None:
+        complete_sync(conn, ctx)
+        if ctx.attempt == 1:
+            with suppress(psycopg.Error):
+                conn.execute("SELECT 1/0")
+
+    async def in_loop(ctx: Context) -> None:
+        async with ctx.transaction() as tx:
+            await tx.execute(SEE, ["k", ctx.id, None])
+        told.append("committed")
+
+    def in_thread(ctx: Context) -> None:
+        with ctx.transaction_sync() as tx:
+            tx.execute(SEE, ["k", ctx.id, None])
+        told.append("committed")
+
+    monkeypatch.setattr(transactions, "complete", disturbed)
+    monkeypatch.setattr(transactions, "complete_sync", disturbed_sync)
+    app.job("t", retry=Retry(max_attempts=2, base=0.01, jitter=0))(in_thread if sync else in_loop)
+    async with arena.place() as place:
+        id = await place.add("t", {}, max_attempts=2)
+        async with worker_inside(app, place.dsn) as runtime:
+            [job] = await place.ended(id, within=10)
+            await until(lambda: runtime.finisher.completed == 1)
+        assert (job["status"], job["attempt"]) == ("completed", 2)
+        assert told == ["committed"]
+        assert await place.effects("in_transaction", "k") == 1
+        assert "it was rolled back" in await place.value("SELECT error FROM pgqueue.attempts")
+
+
+async def test_what_one_handler_does_to_its_connection_is_not_for_the_next(arena: Arena) -> None:
+    app = PgQueue()
+    query = """
+        SELECT pg_backend_pid(), current_setting('statement_timeout'),
+               (SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND objid = 4711 AND pid = pg_backend_pid())
+    """
+
+    @app.job("t", retry=NO_RETRY)
+    async def handler(ctx: Context) -> None:
+        async with ctx.transaction() as tx:
+            ctx.set_result(await (await tx.execute(query)).fetchone())
+            tx.row_factory = dict_row
+            await tx.execute("SET statement_timeout = '77 s'")
+            await tx.execute("SELECT pg_advisory_lock(4711)")
+
+    async with arena.place() as place, worker_inside(app, place.dsn, threads=1):
+        [first] = await place.ended(await place.add("t", {}, max_attempts=1))
+        [second] = await place.ended(await place.add("t", {}, max_attempts=1))
+        assert second["result"] == first["result"] == [first["result"][0], "0", 0]
 
 
 async def test_an_isolation_that_does_not_exist_is_refused(arena: Arena) -> None:

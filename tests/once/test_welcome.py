@@ -19,7 +19,10 @@ import pytest
 from aiosmtpd.controller import Controller
 
 from pgqueue.embedded import ValkeyServer
+from pgqueue.settings import Settings
+from pgqueue.worker.jobs import base, welcome
 from tests.once.arena import Arena, Place
+from tests.once.inside import worker_inside
 from tests.once.nursery import Nursery, Process
 
 JOBS = 50
@@ -209,3 +212,42 @@ async def settle(place: Place, mailbox: Mailbox) -> int:
             await place.conn.execute("UPDATE pgqueue.jobs_live SET run_at = now() WHERE status = 'scheduled'")
         await asyncio.sleep(0.05)
     return doubts
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"251 forwarded\r\n", "in_doubt"),
+        (b"200 queued\r\n", "in_doubt"),
+        (b"OK queued as 17\r\n", "in_doubt"),
+        (b"250 " + b"x" * 9000 + b"\r\n", "in_doubt"),
+        (b"451 later\r\n", "max_attempts"),
+        (b"554 never\r\n", "gave_up"),
+    ],
+    ids=["251", "200", "no code", "long", "451", "554"],
+)
+async def test_only_a_refusal_says_that_it_was_not_taken(
+    arena: Arena, monkeypatch: pytest.MonkeyPatch, answer: bytes, reason: str
+) -> None:
+    messages: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 hello\r\n")
+        while line := await reader.readline():
+            if line.upper() == b"DATA\r\n":
+                writer.write(b"354 go on\r\n")
+                messages.append(await reader.readuntil(b"\r\n.\r\n"))
+                writer.write(answer)
+            else:
+                writer.write(b"250 fine\r\n")
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    config = Settings(smtp_host="127.0.0.1", smtp_port=port, smtp_email="shop@example.org")
+    monkeypatch.setattr(welcome, "settings", lambda: config)
+    async with server, arena.place() as place:
+        id = await place.add("send_welcome_email", {"email": "ana@example.org", "name": "Ana"}, max_attempts=1)
+        async with worker_inside(base.app, place.dsn):
+            [job] = await place.ended(id)
+    assert (job["status"], job["reason"], len(messages)) == ("failed", reason, 1)

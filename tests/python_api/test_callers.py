@@ -273,6 +273,24 @@ def test_the_drivers_errors_stay(dsn: str) -> None:
         ship.using(conn=conn, priority=5000).enqueue_sync(1)
 
 
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+async def test_many_or_none_on_a_connection_that_commits_by_itself(dsn: str, driver: str) -> None:
+    # Only the database finds the last one, and there are more than go into one statement elsewhere.
+    calls = [*({"order": n} for n in range(5_000)), {"order": 5_000, "note": "x" * 2_000_000}]
+    conn: Any
+    if driver == "asyncpg":
+        conn = await asyncpg.connect(dsn)
+    else:
+        conn = await psycopg.AsyncConnection.connect(dsn, autocommit=True)
+    try:
+        with pytest.raises((psycopg.Error, asyncpg.PostgresError), match="payload must be at most 1 MiB"):
+            await ship.enqueue_many(calls, conn=conn)
+        assert stored(dsn) == []
+        assert len(await ship.enqueue_many(calls[:-1], conn=conn)) == 5_000
+    finally:
+        await conn.close()
+
+
 async def test_types_that_live_elsewhere(dsn: str, conn: Connection) -> None:
     async with conn.transaction():
         await app.enqueue("elsewhere", {"x": [1]}, conn=conn, queue="q")
