@@ -187,7 +187,9 @@ class WorkerHost:
                     transactions.still_open(conn)
                     await transactions.complete(conn, ctx)
                     failpoint("tx.completed")
-                except BaseException:
+                except BaseException as error:
+                    if isinstance(error, Exception):  # committed by SQL, and failed after that
+                        transactions.still_open(conn)
                     with suppress(psycopg.Error):  # a broken connection has rolled back already
                         await conn.execute("ROLLBACK")
                     raise
@@ -259,7 +261,9 @@ class WorkerHost:
                 transactions.still_open(conn)
                 transactions.complete_sync(conn, ctx)
                 failpoint("tx.completed")
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, Exception):
+                    transactions.still_open(conn)
                 with suppress(psycopg.Error):
                     conn.execute("ROLLBACK")
                 raise

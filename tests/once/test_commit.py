@@ -761,19 +761,24 @@ async def test_a_handler_does_not_end_its_transaction(arena: Arena, end: str, sy
 
 
 @pytest.mark.parametrize("sync", [False, True], ids=["async", "thread"])
+@pytest.mark.parametrize("fails", [False, True], ids=["returns", "fails"])
 @pytest.mark.parametrize("end", ["COMMIT", "ROLLBACK"])
-async def test_one_that_does_so_by_sql_writes_once(arena: Arena, end: str, sync: bool) -> None:
+async def test_one_that_does_so_by_sql_writes_once(arena: Arena, end: str, fails: bool, sync: bool) -> None:
     app = PgQueue()
 
     async def in_loop(ctx: Context) -> None:
         async with ctx.transaction() as tx:
             await tx.execute(SEE, ["k", ctx.id, None])
             await tx.execute(end.encode())
+            if fails:
+                raise ValueError("after it")
 
     def in_thread(ctx: Context) -> None:
         with ctx.transaction_sync() as tx:
             tx.execute(SEE, ["k", ctx.id, None])
             tx.execute(end.encode())
+            if fails:
+                raise ValueError("after it")
 
     app.job("t", retry=Retry(max_attempts=3, base=0.01, jitter=0))(in_thread if sync else in_loop)
     async with arena.place() as place:
