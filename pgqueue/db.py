@@ -100,13 +100,22 @@ def is_outage(error: BaseException) -> bool:
     return state[:2] in ("08", "53") or state[:3] == "57P" or state == "25006"
 
 
+def is_overtaken(error: BaseException) -> bool:
+    """Whether others were in the way of this transaction, which may succeed if it is sent again: PostgreSQL could not
+    serialize it (40001), or broke a deadlock (40P01), or the partition of its day was made while a row of it was on its
+    way to the default one (23514, of which no rule of ours is broken)."""
+    if isinstance(error, pg.CheckViolation):
+        return error.diag.schema_name == "pgqueue" and (error.diag.table_name or "").endswith("_default")
+    return isinstance(error, pg.SerializationFailure | pg.DeadlockDetected)
+
+
 async def retrying(operation: Callable[[], Awaitable[T]], *, attempts: int = 5) -> T:
-    """Runs it again, with jitter, when PostgreSQL could not serialize it (40001) or broke a deadlock (40P01)."""
+    """Runs it again, with jitter, when others were in its way."""
     for attempt in range(1, attempts + 1):
         try:
             return await operation()
-        except (pg.SerializationFailure, pg.DeadlockDetected):
-            if attempt == attempts:
+        except psycopg.Error as error:
+            if attempt == attempts or not is_overtaken(error):
                 raise
             await asyncio.sleep(random.uniform(0, 0.01 * 2**attempt))
     raise AssertionError("unreachable")

@@ -21,7 +21,7 @@ from typing import Any, LiteralString, NamedTuple, TypeVar
 from psycopg import errors as pg
 from psycopg.pq import TransactionStatus
 
-from pgqueue.db import Connection, array, array_of_texts, retrying
+from pgqueue.db import Connection, array, array_of_texts, is_overtaken, retrying
 from pgqueue.job import Lease
 from pgqueue.log import say
 from pgqueue.sql import SQL
@@ -219,8 +219,8 @@ async def isolating(
     try:
         return await retrying(lambda: send(jobs))
     except UNSTORABLE as error:
-        if conn.info.transaction_status is TransactionStatus.INERROR:
-            # The transaction is the caller's, and so is the error.
+        if conn.info.transaction_status is TransactionStatus.INERROR or is_overtaken(error):
+            # The transaction is the caller's, and so is the error. Or it is no value that is in the way.
             raise
         if len(jobs) == 1:
             return await _mended(mend, jobs[0], error)

@@ -10,11 +10,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import psycopg
-from psycopg import errors as pg
 
 from pgqueue.app import JobType, Middleware
 from pgqueue.claim import Claimed
 from pgqueue.context import Context
+from pgqueue.db import is_overtaken
 from pgqueue.errors import DatabaseUnavailable, LeaseLost
 from pgqueue.failpoints import failpoint
 from pgqueue.finish import Cancelled, Completed, Failed, Snoozed, Written
@@ -215,8 +215,9 @@ async def call_handler(
                 if limit.expired() and (handler.at_most_once or isinstance(error, TimeoutError)):
                     raise JobTimeout(f"the attempt ran over its timeout of {attempt.ctx.timeout:g} s") from None
                 raise
-        except (pg.SerializationFailure, pg.DeadlockDetected):
-            if retries == SERIALIZATION_RETRIES or attempt.ctx._written or handler.at_most_once:
+        except psycopg.Error as error:
+            lasting = retries == SERIALIZATION_RETRIES or not is_overtaken(error)
+            if lasting or attempt.ctx._written or handler.at_most_once:
                 raise
             await asyncio.sleep(random.uniform(0, 0.02 * 2**retries))
     raise AssertionError("unreachable")

@@ -24,7 +24,7 @@ from uuid import uuid4
 
 import psycopg
 
-from pgqueue import finish, migrate, workers
+from pgqueue import finish, migrate, prune, workers
 from pgqueue.app import JobType, PgQueue
 from pgqueue.claim import Claimant, Claimed
 from pgqueue.errors import DatabaseUnavailable, PgQueueError
@@ -182,6 +182,10 @@ class Runtime:
 
         async def start() -> None:
             await self._wait_for_schema()
+            # When nobody has worked for a week, there is none for today, and what is claimed now might end before the
+            # janitor has come to it. Should this fail, the janitor tells.
+            with suppress(psycopg.Error, OSError):
+                await prune.make_partitions(await self.claimer.link.get())
             await self._register()
 
         starting, stopped = asyncio.create_task(start()), asyncio.create_task(self._stop.wait())

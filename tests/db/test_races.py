@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import psycopg
 import pytest
 
 from pgqueue import control, enqueue, finish, promote, prune, read, rescue
@@ -175,6 +176,32 @@ async def test_a_completion_that_is_under_way_is_not_disturbed(dsn, conn, commit
         await other.execute("COMMIT" if commits else "ROLLBACK")
     assert await rescue.rescue(conn) == ((0, 0) if commits else (3, 0))
     assert await statuses(conn) == ({"completed": 3, "pending": 2} if commits else {"pending": 5})
+
+
+async def blocked(conn, pid):
+    """Until that session waits for a lock."""
+    while not await value(conn, "SELECT count(*) FROM pg_locks WHERE NOT granted AND pid = %s", pid):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["complete", "fail"])
+async def test_what_ends_while_the_partition_of_its_day_is_made(dsn, conn, how):
+    """It was on its way to the default partition, and must not go there any more. That is no fault of the job's."""
+    today = await value(conn, "SELECT to_char(now() AT TIME ZONE 'UTC', 'YYYYMMDD')")
+    await conn.execute(f"DROP TABLE pgqueue.jobs_finished_{today}, pgqueue.attempts_{today}")
+    await add(conn, NewJob(type="t", max_attempts=1))
+    async with await connect(dsn) as other, await psycopg.AsyncConnection.connect(dsn) as janitor:
+        worker = await MiniWorker(other).register()
+        jobs = await worker.claim()
+        await janitor.execute("SELECT pgqueue.make_partitions()")
+        ending = asyncio.create_task(worker.complete(jobs, "1") if how == "complete" else worker.fail(jobs))
+        await blocked(conn, other.info.backend_pid)
+        await janitor.commit()
+        assert len(await ending) == 1
+    assert await statuses(conn) == {"completed" if how == "complete" else "failed": 1}
+    assert await value(conn, "SELECT array_agg(DISTINCT error) FROM pgqueue.jobs") == [
+        None if how == "complete" else "no"
+    ]
 
 
 async def test_rescue_and_completion_of_the_same_jobs(request, dsn, conn):

@@ -12,6 +12,7 @@ from pgqueue.claim import Claimed
 from pgqueue.settings import Settings
 from pgqueue.worker import janitor
 from pgqueue.worker.runtime import STALE_AFTER, Runtime
+from tests.db.queue import value
 from tests.once.inside import worker_inside
 
 on_18 = pytest.mark.parametrize("server", ["pg18"], indirect=True)
@@ -97,3 +98,74 @@ async def test_a_chore_whose_function_is_gone_is_no_other_schema(
         await asyncio.sleep(2)
     told = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert [getattr(record, "event", None) for record in told] == ["chore.failed"]
+
+
+TODAY = "SELECT to_char(now() AT TIME ZONE 'UTC', 'YYYYMMDD')"
+
+
+@pytest.fixture
+def no_chores(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def none_today(*args: object) -> None:
+        pass
+
+    monkeypatch.setattr(janitor.Janitor, "_chores", none_today)
+
+
+async def until(conn: psycopg.AsyncConnection, condition: str) -> None:
+    async with asyncio.timeout(10):
+        while not await value(conn, f"SELECT {condition}"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_jobs_that_end_while_the_partition_of_their_day_is_made_are_completed(
+    conn: psycopg.AsyncConnection, dsn: str, no_chores: None
+) -> None:
+    app = PgQueue()
+
+    @app.job("plain")
+    async def plain(ctx: Context) -> int:
+        return 1
+
+    @app.job("settle")
+    async def settle(ctx: Context) -> None:
+        async with ctx.transaction():
+            pass
+
+    @app.job("mail", at_most_once=True)
+    async def mail(ctx: Context) -> None:
+        pass
+
+    leaf = f"pgqueue.jobs_finished_{await value(conn, TODAY)}"
+    waits = "FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query ~ 'complete_jobs'"
+    async with worker_inside(app, dsn):
+        await until(conn, "EXISTS (SELECT FROM pgqueue.workers)")
+        for type in app.types:
+            await conn.execute(f"DROP TABLE {leaf}")
+            async with await psycopg.AsyncConnection.connect(dsn) as janitor:
+                await janitor.execute("SELECT pgqueue.make_partitions()")
+                await conn.execute("INSERT INTO pgqueue.jobs (type) VALUES (%s)", [type])
+                await until(conn, f"EXISTS (SELECT {waits})")
+                await janitor.commit()
+            await until(conn, "NOT EXISTS (SELECT FROM pgqueue.jobs_live)")
+            done = "SELECT array_agg(status::text) FROM pgqueue.jobs WHERE type = %s"
+            assert await value(conn, done, type) == ["completed"], type
+    assert await value(conn, "SELECT count(*) FROM pgqueue.attempts") == 0
+
+
+@on_18
+async def test_there_are_partitions_before_the_first_claim(
+    conn: psycopg.AsyncConnection, dsn: str, no_chores: None
+) -> None:
+    app = PgQueue()
+    ran = asyncio.Event()
+
+    @app.job("t")
+    async def t(ctx: Context) -> None:
+        ran.set()
+
+    leaf = f"pgqueue.jobs_finished_{await value(conn, TODAY)}"
+    await conn.execute(f"DROP TABLE {leaf}")
+    await conn.execute("INSERT INTO pgqueue.jobs (type) VALUES ('t')")
+    async with worker_inside(app, dsn):
+        await asyncio.wait_for(ran.wait(), 10)
+        assert await value(conn, "SELECT to_regclass(%s) IS NOT NULL", leaf)
