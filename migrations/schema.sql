@@ -330,10 +330,10 @@ CREATE FUNCTION pgqueue.drain_worker(worker_id uuid, reason text DEFAULT NULL::t
     SET search_path TO 'pg_catalog', 'pg_temp'
     AS $$
 BEGIN
-    UPDATE pgqueue.workers w SET draining = true WHERE w.id = drain_worker.worker_id AND w.stopped_at IS NULL;
-    IF NOT FOUND THEN
+    IF NOT EXISTS (SELECT FROM pgqueue.workers w WHERE w.id = drain_worker.worker_id AND w.stopped_at IS NULL) THEN
         RAISE EXCEPTION 'worker % does not run', drain_worker.worker_id USING ERRCODE = 'PQ004';
     END IF;
+    INSERT INTO pgqueue.drains VALUES (drain_worker.worker_id) ON CONFLICT DO NOTHING;
     PERFORM pgqueue.write_audit('drain', NULL, NULL, drain_worker.reason, jsonb_build_object('worker', drain_worker.worker_id));
 END $$;
 
@@ -563,8 +563,10 @@ CREATE FUNCTION pgqueue.prune_access() RETURNS void
     LANGUAGE sql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
     AS $$
-    DELETE FROM pgqueue.refresh_tokens t WHERE t.expires_at <= statement_timestamp();
-    DELETE FROM pgqueue.revoked_tokens t WHERE t.expires_at <= statement_timestamp();
+    DELETE FROM pgqueue.refresh_tokens t WHERE t.hash IN (
+        SELECT e.hash FROM pgqueue.refresh_tokens e WHERE e.expires_at <= statement_timestamp() FOR UPDATE SKIP LOCKED);
+    DELETE FROM pgqueue.revoked_tokens t WHERE t.jti IN (
+        SELECT e.jti FROM pgqueue.revoked_tokens e WHERE e.expires_at <= statement_timestamp() FOR UPDATE SKIP LOCKED);
     DELETE FROM pgqueue.http_answers a WHERE (a.subject, a.route, a.key) IN (
         SELECT e.subject, e.route, e.key FROM pgqueue.http_answers e WHERE e.expires_at <= statement_timestamp()
         ORDER BY e.expires_at LIMIT 10000 FOR UPDATE SKIP LOCKED)
@@ -978,6 +980,12 @@ ALTER TABLE pgqueue.audit ALTER COLUMN id ADD GENERATED ALWAYS AS IDENTITY (
     NO MAXVALUE
     CACHE 1
 );
+
+CREATE TABLE pgqueue.drains (
+    worker_id uuid NOT NULL
+);
+
+COMMENT ON TABLE pgqueue.drains IS 'The workers that are to drain. Their next heartbeat sets workers.draining.';
 
 CREATE TABLE pgqueue.effects (
     key text NOT NULL,
@@ -1480,6 +1488,9 @@ ALTER TABLE ONLY pgqueue.attempts_default
 ALTER TABLE ONLY pgqueue.audit
     ADD CONSTRAINT audit_pkey PRIMARY KEY (id);
 
+ALTER TABLE ONLY pgqueue.drains
+    ADD CONSTRAINT drains_pkey PRIMARY KEY (worker_id);
+
 ALTER TABLE ONLY pgqueue.effects
     ADD CONSTRAINT effects_pkey PRIMARY KEY (key);
 
@@ -1578,6 +1589,9 @@ CREATE TRIGGER b_schedule BEFORE INSERT ON pgqueue.jobs_live FOR EACH ROW WHEN (
 CREATE TRIGGER c_key BEFORE INSERT ON pgqueue.jobs_live FOR EACH ROW WHEN ((new.idempotency_key IS NOT NULL)) EXECUTE FUNCTION pgqueue.keep_key();
 
 CREATE TRIGGER tell AFTER INSERT ON pgqueue.jobs REFERENCING NEW TABLE AS inserted FOR EACH STATEMENT EXECUTE FUNCTION pgqueue.tell_of_inserted();
+
+ALTER TABLE ONLY pgqueue.drains
+    ADD CONSTRAINT drains_worker_id_fkey FOREIGN KEY (worker_id) REFERENCES pgqueue.workers(id) ON DELETE CASCADE;
 
 ALTER TABLE ONLY pgqueue.refresh_tokens
     ADD CONSTRAINT refresh_tokens_user_id_fkey FOREIGN KEY (user_id) REFERENCES pgqueue.users(id) ON DELETE CASCADE;
@@ -1729,6 +1743,11 @@ GRANT SELECT ON TABLE pgqueue.audit TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.audit TO pgqueue_operator;
 GRANT SELECT ON TABLE pgqueue.audit TO pgqueue_api;
 
+GRANT SELECT ON TABLE pgqueue.drains TO pgqueue_worker;
+GRANT SELECT ON TABLE pgqueue.drains TO pgqueue_auditor;
+GRANT SELECT ON TABLE pgqueue.drains TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.drains TO pgqueue_api;
+
 GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.effects TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.effects TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.effects TO pgqueue_operator;
@@ -1842,7 +1861,7 @@ GRANT SELECT,INSERT,DELETE,UPDATE ON TABLE pgqueue.refresh_tokens TO pgqueue_api
 
 GRANT SELECT ON TABLE pgqueue.revoked_tokens TO pgqueue_api;
 
-GRANT SELECT,DELETE ON TABLE pgqueue.series TO pgqueue_worker;
+GRANT SELECT,DELETE,UPDATE ON TABLE pgqueue.series TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.series TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.series TO pgqueue_operator;
 GRANT SELECT ON TABLE pgqueue.series TO pgqueue_api;

@@ -141,6 +141,13 @@ COMMENT ON COLUMN pgqueue.workers.types IS 'The types that it knows; NULL is all
 -- as anybody holds a snapshot. Those of the living are the ones that have not expired: no more than a lease leaves behind.
 CREATE INDEX workers_expiry ON pgqueue.workers (expires_at);
 
+-- Not a column that an operator writes: whoever leaves that transaction open would keep the worker from its heartbeat.
+CREATE TABLE pgqueue.drains (
+    worker_id uuid PRIMARY KEY REFERENCES pgqueue.workers ON DELETE CASCADE
+);
+
+COMMENT ON TABLE pgqueue.drains IS 'The workers that are to drain. Their next heartbeat sets workers.draining.';
+
 CREATE TABLE pgqueue.queues (
     name      text PRIMARY KEY,
     paused_at timestamptz,
@@ -951,7 +958,7 @@ BEGIN
             EXECUTE format('GRANT SELECT, INSERT, UPDATE, DELETE ON pgqueue.jobs, pgqueue.jobs_live, pgqueue.jobs_failed, '
                            'pgqueue.jobs_finished, pgqueue.attempts, pgqueue.workers, pgqueue.idempotency_keys TO %I', role);
             EXECUTE format('GRANT INSERT ON pgqueue.tallies TO %I', role);
-            EXECUTE format('GRANT SELECT ON pgqueue.queues, pgqueue.switches, pgqueue.audit TO %I', role);
+            EXECUTE format('GRANT SELECT ON pgqueue.queues, pgqueue.drains, pgqueue.switches, pgqueue.audit TO %I', role);
             EXECUTE format('GRANT USAGE, SELECT ON SEQUENCE pgqueue.job_ids, pgqueue.ready, pgqueue.attempt_ids TO %I', role);
             EXECUTE format('GRANT EXECUTE ON FUNCTION pgqueue.add_job, pgqueue.assert_lease, pgqueue.claim_jobs, '
                            'pgqueue.complete_jobs, pgqueue.wake, pgqueue.backlog, pgqueue.why, pgqueue.make_partitions, '

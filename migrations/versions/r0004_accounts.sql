@@ -113,10 +113,10 @@ END $$;
 CREATE FUNCTION pgqueue.drain_worker(worker_id uuid, reason text DEFAULT NULL) RETURNS void
     LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
-    UPDATE pgqueue.workers w SET draining = true WHERE w.id = drain_worker.worker_id AND w.stopped_at IS NULL;
-    IF NOT FOUND THEN
+    IF NOT EXISTS (SELECT FROM pgqueue.workers w WHERE w.id = drain_worker.worker_id AND w.stopped_at IS NULL) THEN
         RAISE EXCEPTION 'worker % does not run', drain_worker.worker_id USING ERRCODE = 'PQ004';
     END IF;
+    INSERT INTO pgqueue.drains VALUES (drain_worker.worker_id) ON CONFLICT DO NOTHING;
     PERFORM pgqueue.write_audit('drain', NULL, NULL, drain_worker.reason, jsonb_build_object('worker', drain_worker.worker_id));
 END $$;
 
@@ -139,10 +139,12 @@ BEGIN
     PERFORM pgqueue.write_audit(action, NULL, NULL, audit_access.reason, audit_access.detail);
 END $$;
 
--- What is past its time.
+-- What is past its time, and nobody holds.
 CREATE FUNCTION pgqueue.prune_access() RETURNS void LANGUAGE sql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
-    DELETE FROM pgqueue.refresh_tokens t WHERE t.expires_at <= statement_timestamp();
-    DELETE FROM pgqueue.revoked_tokens t WHERE t.expires_at <= statement_timestamp();
+    DELETE FROM pgqueue.refresh_tokens t WHERE t.hash IN (
+        SELECT e.hash FROM pgqueue.refresh_tokens e WHERE e.expires_at <= statement_timestamp() FOR UPDATE SKIP LOCKED);
+    DELETE FROM pgqueue.revoked_tokens t WHERE t.jti IN (
+        SELECT e.jti FROM pgqueue.revoked_tokens e WHERE e.expires_at <= statement_timestamp() FOR UPDATE SKIP LOCKED);
     DELETE FROM pgqueue.http_answers a WHERE (a.subject, a.route, a.key) IN (
         SELECT e.subject, e.route, e.key FROM pgqueue.http_answers e WHERE e.expires_at <= statement_timestamp()
         ORDER BY e.expires_at LIMIT 10000 FOR UPDATE SKIP LOCKED)

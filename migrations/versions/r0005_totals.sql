@@ -156,6 +156,6 @@ BEGIN
         EXECUTE format('GRANT EXECUTE ON FUNCTION pgqueue.fold, pgqueue.bounds, pgqueue.snapshot_holders TO %I', role);
     END LOOP;
     IF EXISTS (SELECT FROM pg_roles WHERE rolname = 'pgqueue_worker') THEN
-        GRANT DELETE ON pgqueue.series TO pgqueue_worker;
+        GRANT UPDATE, DELETE ON pgqueue.series TO pgqueue_worker;
     END IF;
 END $$;

@@ -1,11 +1,18 @@
 -- A worker whose heartbeat stopped is shown as unavailable, and nobody wakes it.
 -- A heartbeat in the future says that the clock was set back: from now on the lease is as long as it was meant to be. Else
 -- the jobs of a worker that died before would wait until the clock is there again.
-WITH ahead AS (
-    UPDATE pgqueue.workers
-    SET heartbeat_at = statement_timestamp(), expires_at = statement_timestamp() + (expires_at - heartbeat_at)
-    WHERE heartbeat_at > statement_timestamp() + interval '1 second'
+-- A row that somebody holds is left for the next time: rescue, which comes after this, does not need it.
+WITH wrong AS MATERIALIZED (
+    SELECT w.id, w.heartbeat_at > statement_timestamp() + interval '1 second' AS ahead
+    FROM pgqueue.workers w
+    WHERE w.heartbeat_at > statement_timestamp() + interval '1 second'
+       OR w.state <> 'unavailable' AND w.expires_at <= statement_timestamp()
+    FOR NO KEY UPDATE SKIP LOCKED
+), ahead AS (
+    UPDATE pgqueue.workers w
+    SET heartbeat_at = statement_timestamp(), expires_at = statement_timestamp() + (w.expires_at - w.heartbeat_at)
+    FROM wrong o WHERE w.id = o.id AND o.ahead
 )
-UPDATE pgqueue.workers SET state = 'unavailable', idle_since = NULL, threads_used = 0
-WHERE state <> 'unavailable' AND expires_at <= statement_timestamp()
-RETURNING id, name
+UPDATE pgqueue.workers w SET state = 'unavailable', idle_since = NULL, threads_used = 0
+FROM wrong o WHERE w.id = o.id AND NOT o.ahead
+RETURNING w.id, w.name

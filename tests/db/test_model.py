@@ -143,8 +143,8 @@ class Queue(RuleBasedStateMachine):
     @initialize()
     def begin(self):
         self.sql(
-            "TRUNCATE pgqueue.jobs, pgqueue.attempts, pgqueue.workers, pgqueue.queues, pgqueue.idempotency_keys,"
-            " pgqueue.audit"
+            "TRUNCATE pgqueue.jobs, pgqueue.attempts, pgqueue.workers, pgqueue.drains, pgqueue.queues,"
+            " pgqueue.idempotency_keys, pgqueue.audit"
         )
         # The same story always ends in the same way: the sweep asks random(), the rescue goes by the workers' ids.
         self.sql("SELECT setseed(0)")

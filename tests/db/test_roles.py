@@ -38,8 +38,8 @@ FORBIDDEN = """
     progress finished_at result reason error_type error
 """
 TABLES = """
-    jobs jobs_live jobs_failed jobs_finished attempts workers queues idempotency_keys audit switches steps effects types
-    totals series
+    jobs jobs_live jobs_failed jobs_finished attempts workers drains queues idempotency_keys audit switches steps effects
+    types totals series
 """
 VIEWS = "job_metrics failed_jobs leases queue_stats worker_stats failure_groups"
 ACCESS = "users refresh_tokens revoked_tokens http_answers"
@@ -81,6 +81,7 @@ MATRIX = {
         "SELECT pgqueue.prune_access()",
         "INSERT INTO pgqueue.tallies (event, queue, type, jobs) VALUES ('completed', 'q', 't', 1)",
         "DELETE FROM pgqueue.series",
+        "SELECT FROM pgqueue.series FOR UPDATE",
         "SELECT pgqueue.bucket(1.5)",
         "SELECT id FROM pgqueue.jobs FOR UPDATE",
         "UPDATE pgqueue.jobs SET priority = 5 WHERE id = :pending",
@@ -133,6 +134,7 @@ MATRIX = {
         "SELECT nextval('pgqueue.audit_id_seq')",
         "INSERT INTO pgqueue.queues (name, paused_at) VALUES ('q', now())",
         "UPDATE pgqueue.queues SET paused_at = now()",
+        "INSERT INTO pgqueue.drains SELECT id FROM pgqueue.workers",
         "DELETE FROM pgqueue.tallies",
         "UPDATE pgqueue.totals SET value = 0",
         "UPDATE pgqueue.switches SET enabled = false",

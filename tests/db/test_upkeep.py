@@ -1,4 +1,5 @@
-"""What workers do for all, broken off in its middle: it is as if it had not begun, and the next one does it."""
+"""What workers do for all, broken off in its middle: it is as if it had not begun, and the next one does it. And
+nobody who leaves a transaction open holds it up."""
 
 import asyncio
 from contextlib import suppress
@@ -6,10 +7,12 @@ from contextlib import suppress
 import psycopg
 import pytest
 
+from pgqueue import prune, rescue, workers
 from pgqueue.db import Connection, connect
 from pgqueue.worker.link import Link
+from pgqueue.workers import Pulse
 from tests.chaos.cuts.upkeep import GONE, PATHS, House, pass_by
-from tests.db.queue import value
+from tests.db.queue import MiniWorker, value
 
 on_18 = pytest.mark.parametrize("server", ["pg18"], indirect=True)
 
@@ -46,3 +49,69 @@ async def test_upkeep_that_is_broken_off(conn: Connection, dsn: str, function: s
     await pass_by(link)
     await link.close()
     assert await house.problems() == []
+
+
+async def beat(conn: Connection, worker: MiniWorker) -> Pulse:
+    vitals = {"threads_used": 0, "completed": 0, "failed": 0}
+    async with asyncio.timeout(5):
+        pulse = await workers.heartbeat(conn, worker.worker, **vitals, listening=False)
+    assert pulse is not None
+    return pulse
+
+
+async def test_a_drain_that_nobody_commits(conn: Connection, dsn: str) -> None:
+    worker = await MiniWorker(conn).register()
+    async with await psycopg.AsyncConnection.connect(dsn) as operator:
+        await operator.execute("SELECT pgqueue.drain_worker(%s)", [worker.who.worker_id])
+        assert not (await beat(conn, worker)).draining
+        await conn.execute("UPDATE pgqueue.workers SET expires_at = now()")
+        async with asyncio.timeout(5):
+            await rescue.rescue(conn)
+        assert await value(conn, "SELECT state FROM pgqueue.workers") == "unavailable"
+        await operator.commit()
+    assert (await beat(conn, worker)).draining
+    assert await value(conn, "SELECT draining FROM pgqueue.workers")
+    await conn.execute("UPDATE pgqueue.workers SET expires_at = now() - interval '2 days'")
+    await prune.prune(conn, 30)
+    assert await value(conn, "SELECT count(*) FROM pgqueue.workers") == 0
+
+
+async def test_a_workers_row_that_somebody_holds(conn: Connection, dsn: str) -> None:
+    held, other = await MiniWorker(conn).register(), await MiniWorker(conn).register()
+    await conn.execute("UPDATE pgqueue.workers SET expires_at = now()")
+    async with await psycopg.AsyncConnection.connect(dsn) as holder:
+        await holder.execute("SELECT FROM pgqueue.workers WHERE id = %s FOR UPDATE", [held.who.worker_id])
+        async with asyncio.timeout(5):
+            await rescue.rescue(conn)
+        assert await value(conn, "SELECT id FROM pgqueue.workers WHERE state = 'unavailable'") == other.who.worker_id
+        with pytest.raises(psycopg.errors.LockNotAvailable):
+            await beat(conn, held)
+    await beat(conn, held)
+
+
+OUTDATED = {
+    "steps": "(job_id, name, created_at) SELECT i, 's', now() - interval '99 days'",
+    "series": "(step, at, queue, name, bucket, value) SELECT 60, now() - interval '2 days', 'q', 'enqueued', i, 1",
+    "idempotency_keys": "(key, fingerprint, job_id, expires_at) SELECT i, '', i, now()",
+    "effects": "(key, job_id, done_at, expires_at) SELECT i, i, now(), now()",
+    "workers": "(id, name, host, pid, version, threads, expires_at)"
+    " SELECT gen_random_uuid(), 'w', 'h', 1, '0', 1, now() - interval '2 days'",
+    "refresh_tokens": "(hash, family, user_id, expires_at) SELECT i::text::bytea, gen_random_uuid(), u.id, now()",
+    "revoked_tokens": "(jti, expires_at) SELECT i, now()",
+    "http_answers": "(subject, route, key, fingerprint, expires_at) SELECT 's', 'r', i, '', now()",
+}
+
+
+async def test_rows_that_somebody_holds_are_pruned_the_next_time(conn: Connection, dsn: str) -> None:
+    await conn.execute("INSERT INTO pgqueue.users (name, password_hash, scopes) VALUES ('ana', '', '{}')")
+    for table, row in OUTDATED.items():
+        await conn.execute(f"INSERT INTO pgqueue.{table} {row} FROM generate_series(1, 2) i, pgqueue.users u".encode())
+    left = " + ".join(f"(SELECT count(*) FROM pgqueue.{table})" for table in OUTDATED)
+    async with await psycopg.AsyncConnection.connect(dsn) as holder:
+        for table in OUTDATED:
+            await holder.execute(f"SELECT FROM pgqueue.{table} LIMIT 1 FOR UPDATE".encode())
+        async with asyncio.timeout(10):
+            await prune.prune(conn, 30)
+        assert await value(conn, f"SELECT {left}") == len(OUTDATED)
+    await prune.prune(conn, 30)
+    assert await value(conn, f"SELECT {left}") == 0

@@ -51,7 +51,7 @@ def own() -> Iterator[PostgresServer]:
 @pytest.fixture
 def db(own: PostgresServer) -> Iterator[Database]:
     database = Database(own.dsn)
-    database.run("TRUNCATE pgqueue.jobs, pgqueue.workers")
+    database.run("TRUNCATE pgqueue.jobs, pgqueue.workers, pgqueue.drains")
     yield database
     database.close()
 

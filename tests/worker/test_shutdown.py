@@ -179,7 +179,7 @@ def test_an_operator_drains_a_worker(idle: tuple[Database, Fleet]) -> None:
     worker = fleet.start("w")
     running = db.add("nap", {"seconds": 0.8})
     db.wait_for(running, "running")
-    db.run("UPDATE pgqueue.workers SET draining = true")
+    db.run("SELECT pgqueue.drain_worker(id) FROM pgqueue.workers WHERE stopped_at IS NULL")
     assert worker.wait(10) == 0
     assert db.job(running)["status"] == "completed"
 
