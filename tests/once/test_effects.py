@@ -441,6 +441,19 @@ async def test_only_effects_that_are_done_and_expired_are_forgotten(conn) -> Non
     ]
 
 
+async def test_only_steps_of_jobs_that_cannot_be_retried_are_forgotten(conn) -> None:
+    ids = await add(conn, *[NewJob(type=type) for type in ("completed", "failed", "cancelled", "waiting")])
+    worker = await MiniWorker(conn, types=["completed", "failed"]).register()
+    completed, failed = await worker.claim()
+    await worker.complete([completed])
+    await worker.fail([failed], delay=None)
+    await control.cancel_job(conn, ids[2])
+    old = "INSERT INTO pgqueue.steps (job_id, name, created_at) SELECT unnest(%s), 'charge', now() - interval '31 days'"
+    await conn.execute(old, [[*ids, 10**9]])
+    await prune.prune(conn, 30)
+    assert await value(conn, "SELECT array_agg(job_id ORDER BY job_id) FROM pgqueue.steps") == ids[1:]
+
+
 async def test_only_keys_that_are_expired_and_whose_job_has_ended_are_forgotten(conn) -> None:
     names = ("expired", "fresh", "expired unfinished")
     for name in names:
