@@ -511,6 +511,10 @@ BEGIN
             PERFORM pgqueue.refuse_status(retry_job.job_id, 'retried', 'failed, cancelled or scheduled');
         END IF;
         was := job.status;
+        -- The job lives again, and so does its key. Whoever waits for the key's row, or is about to prune it, cannot see the
+        -- job yet, but sees this.
+        UPDATE pgqueue.idempotency_keys k SET expires_at = greatest(k.expires_at, clock_timestamp() + interval '24 hours')
+        WHERE k.key = job.idempotency_key AND k.job_id = job.id;
         INSERT INTO pgqueue.jobs_live (id, queue, type, name, payload, priority, run_at, thread_demand, timeout,
                                        max_attempts, idempotency_key, tags, created_at, progress)
         VALUES (job.id, job.queue, job.type, job.name, job.payload, job.priority, statement_timestamp(), job.thread_demand,

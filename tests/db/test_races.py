@@ -4,7 +4,7 @@ import asyncio
 import random
 import time
 from collections import Counter
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import psycopg
 import pytest
@@ -71,10 +71,8 @@ class Scene:
         return job
 
 
-STANDING_STILL = SQL.rescue.replace(
-    "FROM pgqueue.workers w WHERE",
-    "FROM (SELECT pg_advisory_xact_lock_shared(42)) gate CROSS JOIN pgqueue.workers w WHERE",
-)
+GATE = "(SELECT pg_advisory_xact_lock_shared(42)) gate"
+STANDING_STILL = SQL.rescue.replace("FROM pgqueue.workers w WHERE", f"FROM {GATE} CROSS JOIN pgqueue.workers w WHERE")
 
 
 async def nothing(scene):
@@ -202,6 +200,37 @@ async def test_what_ends_while_the_partition_of_its_day_is_made(dsn, conn, how):
     assert await value(conn, "SELECT array_agg(DISTINCT error) FROM pgqueue.jobs") == [
         None if how == "complete" else "no"
     ]
+
+
+KEY_USERS = {
+    "add_job": "SELECT id FROM pgqueue.add_job('t', idempotency_key => 'k')",
+    "insert": "INSERT INTO pgqueue.jobs (type, idempotency_key) VALUES ('t', 'k') RETURNING id",
+    # It has seen the job failed and its key expired, and is about to remove it.
+    "prune": SQL.prune_keys.replace("idempotency_keys e\n", f"idempotency_keys e CROSS JOIN {GATE}\n")
+    .replace("FOR UPDATE SKIP", "FOR UPDATE OF e SKIP")
+    .replace("%(limit)s", "10"),
+}
+
+
+@pytest.mark.parametrize("user", KEY_USERS)
+async def test_a_job_that_is_retried_after_its_key_expired_has_its_key(dsn, conn, user):
+    job = await enqueue.add_job(conn, NewJob(type="t", idempotency_key="k"))
+    worker = await MiniWorker(conn).register()
+    await worker.fail(await worker.claim(), delay=None)
+    await conn.execute("UPDATE pgqueue.idempotency_keys SET expires_at = now()")
+    async with await psycopg.AsyncConnection.connect(dsn) as operator, await connect(dsn) as other:
+        await operator.execute("SELECT pg_advisory_xact_lock(42)")
+        if user != "prune":
+            await operator.execute("SELECT pgqueue.retry_job(%s)", [job.id])
+        using = asyncio.create_task(other.execute(KEY_USERS[user]))
+        await blocked(conn, other.info.backend_pid)
+        if user == "prune":
+            await control.retry_job(conn, job.id)
+        await operator.commit()
+        with suppress(psycopg.errors.UniqueViolation):
+            await using
+    assert await value(conn, "SELECT array_agg(id) FROM pgqueue.jobs") == [job.id]
+    assert await value(conn, "SELECT array_agg(job_id) FROM pgqueue.idempotency_keys") == [job.id]
 
 
 async def test_rescue_and_completion_of_the_same_jobs(request, dsn, conn):

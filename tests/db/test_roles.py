@@ -38,8 +38,8 @@ FORBIDDEN = """
     progress finished_at result reason error_type error
 """
 TABLES = """
-    jobs jobs_live jobs_failed jobs_finished attempts workers drains queues idempotency_keys audit switches steps effects
-    types totals series
+    jobs jobs_live jobs_failed jobs_finished attempts workers drains queues idempotency_keys audit switches steps
+    effects types totals series
 """
 VIEWS = "job_metrics failed_jobs leases queue_stats worker_stats failure_groups"
 ACCESS = "users refresh_tokens revoked_tokens http_answers"
