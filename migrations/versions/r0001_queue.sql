@@ -849,13 +849,17 @@ BEGIN
     RETURN made;
 END $$;
 
--- Drops the daily partitions that are older than `keep`; one that is in use is left for the next time.
+-- Drops the daily partitions that are older than `keep`, and what is as old in the default ones, which caught it on days for
+-- which nobody had made any. What is in use is left for the next time.
 -- A key may outlive its job: then it keeps the first result. Not when the job completes, for whoever repeats a key in a
 -- transaction that stays open holds the key's row, and nobody who finishes jobs may have to wait for that.
+-- The keys come first, because they take long; from the first DROP on, everybody who finishes jobs waits for the end.
 CREATE FUNCTION pgqueue.drop_partitions(keep interval) RETURNS integer LANGUAGE plpgsql SECURITY DEFINER
     SET search_path = pg_catalog, pg_temp SET timezone = 'UTC' SET lock_timeout = '500ms' AS $$
 DECLARE
+    until date := now() - keep;
     leaf text;
+    ready text[] := '{}';
     dropped integer := 0;
 BEGIN
     IF keep < interval '1 day' THEN
@@ -867,14 +871,27 @@ BEGIN
     FOR leaf IN
         SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
         WHERE i.inhparent IN ('pgqueue.jobs_finished'::regclass, 'pgqueue.attempts'::regclass)
-          AND c.relname ~ '_[0-9]{8}$' AND to_date(right(c.relname, 8), 'YYYYMMDD') + 1 <= (now() - keep)::date
+          AND (c.relname ~ '_default$'
+               OR c.relname ~ '_[0-9]{8}$' AND to_date(right(c.relname, 8), 'YYYYMMDD') + 1 <= until)
         ORDER BY c.relname
     LOOP
         BEGIN
             IF leaf LIKE 'jobs%' THEN
                 EXECUTE format('UPDATE pgqueue.idempotency_keys k SET result = f.result FROM pgqueue.%I f '
-                               'WHERE f.id = k.job_id AND f.result IS NOT NULL AND k.expires_at > now()', leaf);
+                               'WHERE f.id = k.job_id AND f.result IS NOT NULL AND k.expires_at > now() '
+                               'AND f.finished_at < $1', leaf) USING until;
             END IF;
+            IF leaf LIKE '%default' THEN
+                EXECUTE format('DELETE FROM pgqueue.%I f WHERE f.finished_at < $1', leaf) USING until;
+            ELSE
+                ready := ready || leaf;
+            END IF;
+        EXCEPTION WHEN lock_not_available THEN
+            NULL;
+        END;
+    END LOOP;
+    FOREACH leaf IN ARRAY ready LOOP
+        BEGIN
             EXECUTE format('DROP TABLE pgqueue.%I', leaf);
             dropped := dropped + 1;
         EXCEPTION WHEN lock_not_available THEN

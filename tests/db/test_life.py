@@ -333,6 +333,28 @@ async def test_history_is_dropped_by_partitions(conn):
     assert await prune.make_partitions(conn) == 0
 
 
+async def test_what_the_default_partition_caught_goes_when_its_time_is_over(conn):
+    ids = await add(conn, *[NewJob(type="t", idempotency_key=f"k{n}", key_ttl=86400.0 * 90) for n in range(3)])
+    worker = await MiniWorker(conn).register()
+    await worker.complete(await worker.claim(), '{"paid": 7}')
+    await conn.execute(
+        "INSERT INTO pgqueue.attempts (job_id, attempt, outcome, reason)"
+        " SELECT id, 1, 'retried', 'error' FROM pgqueue.jobs"
+    )
+    for id, days in zip(ids, (20, 40, 400), strict=True):
+        for table, column in (("jobs_finished", "id"), ("attempts", "job_id")):
+            await conn.execute(
+                f"UPDATE pgqueue.{table} SET finished_at = now() - %s * interval '1 day' WHERE {column} = %s",
+                [days, id],
+            )
+    assert await value(conn, "SELECT count(*) FROM pgqueue.jobs_finished_default, pgqueue.attempts_default") == 9
+    await prune.prune(conn, 30)
+    assert await value(conn, "SELECT array_agg(id) FROM pgqueue.jobs") == ids[:1]
+    assert await value(conn, "SELECT array_agg(job_id) FROM pgqueue.attempts") == ids[:1]
+    kept = "SELECT array_agg(job_id ORDER BY job_id) FROM pgqueue.idempotency_keys WHERE result = '{\"paid\": 7}'"
+    assert await value(conn, kept) == ids[1:], "the keys outlive their jobs"
+
+
 async def test_rows_that_the_default_partition_caught_move_home(conn):
     await add(conn, NewJob(type="t"))
     worker = await MiniWorker(conn).register()

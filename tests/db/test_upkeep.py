@@ -51,6 +51,33 @@ async def test_upkeep_that_is_broken_off(conn: Connection, dsn: str, function: s
     assert await house.problems() == []
 
 
+@on_18
+async def test_nobody_waits_while_keys_get_the_results_of_a_day_that_goes(conn: Connection, dsn: str) -> None:
+    for parent in ("jobs_finished", "attempts"):
+        day = f"PARTITION OF pgqueue.{parent} FOR VALUES FROM ('2020-01-01') TO ('2020-01-02')"
+        await conn.execute(f"CREATE TABLE pgqueue.{parent}_20200101 {day}".encode())
+    await conn.execute(
+        "INSERT INTO pgqueue.jobs_finished (id, type, status, finished_at, result)"
+        " VALUES (-1, 't', 'completed', '2020-01-01 12:00', '1')"
+    )
+    await conn.execute(
+        "INSERT INTO pgqueue.idempotency_keys (key, fingerprint, job_id, expires_at)"
+        " VALUES ('k', '', -1, now() + interval '1 day')"
+    )
+    async with await psycopg.AsyncConnection.connect(dsn) as holder, await connect(dsn) as janitor:
+        await holder.execute("SELECT FROM pgqueue.idempotency_keys FOR UPDATE")
+        dropping = asyncio.create_task(prune.prune(janitor, 30))
+        pid = janitor.info.backend_pid
+        while not await value(conn, "SELECT count(*) FROM pg_locks WHERE NOT granted AND pid = %s", pid):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        alone = "SELECT count(*) FROM pg_locks WHERE mode = 'AccessExclusiveLock' AND pid = %s"
+        assert await value(conn, alone, pid) == 0
+        await holder.rollback()
+        await dropping
+    await prune.prune(conn, 30)
+    assert await value(conn, "SELECT to_regclass('pgqueue.jobs_finished_20200101')") is None
+
+
 async def beat(conn: Connection, worker: MiniWorker) -> Pulse:
     vitals = {"threads_used": 0, "completed": 0, "failed": 0}
     async with asyncio.timeout(5):
