@@ -68,6 +68,7 @@ class Janitor:
         self.ready = ready
         """Told when there may be something to claim."""
         self.due = promote.DueFloor()
+        self.clock = rescue.Clock()
         self.wake = asyncio.Event()
         self._away = False
         self._next_due: float | None = None
@@ -230,7 +231,7 @@ class Janitor:
 
     async def _rescue(self, conn: Connection) -> None:
         failpoint("rescue.before")
-        rescued = await rescue.rescue(conn)
+        rescued = await rescue.rescue(conn, clock=self.clock)
         if rescued.jobs:
             failpoint("rescue.after")
             text = f"rescued {rescued.jobs} jobs of dead workers"

@@ -1,7 +1,11 @@
 """PostgreSQL's clock is set back: what was written before is in the future now. Nobody waits until the clock is there
 again, and no time is negative."""
 
-from pgqueue import rescue, workers
+from datetime import timedelta
+
+import pytest
+
+from pgqueue import finish, rescue, workers
 from pgqueue.job import NewJob
 from tests.db.queue import MiniWorker, add, value
 
@@ -11,7 +15,8 @@ LATER = "interval '1 hour'"
 async def set_back(conn):
     """Everything happened an hour later, by the clock of then."""
     await conn.execute(
-        f"UPDATE pgqueue.jobs_live SET created_at = created_at + {LATER}, started_at = started_at + {LATER}"
+        f"UPDATE pgqueue.jobs_live SET created_at = created_at + {LATER}, started_at = started_at + {LATER},"
+        f" run_at = CASE WHEN type = 'at noon' THEN run_at ELSE run_at + {LATER} END"
     )
     await conn.execute(
         f"UPDATE pgqueue.workers SET heartbeat_at = heartbeat_at + {LATER}, expires_at = expires_at + {LATER},"
@@ -75,3 +80,27 @@ async def test_a_claim_whose_answer_was_lost_is_found(conn):
     assert await workers.claimed_by(conn, worker.who.worker_id, age=10) == []
     await set_back(conn)
     assert [lease.id for lease in await workers.claimed_by(conn, worker.who.worker_id, age=10)] == [id]
+
+
+@pytest.mark.parametrize("beaten", [False, True])
+async def test_what_was_put_off_is_as_far_off_as_it_was_meant_to_be(conn, beaten):
+    worker = await MiniWorker(conn).register()
+    await add(conn, *[NewJob(type="t") for _ in range(2)], NewJob(type="at noon", delay=7000))
+    noon = await value(conn, "SELECT run_at FROM pgqueue.jobs_live WHERE type = 'at noon'")
+    failed, snoozed = await worker.claim()
+    await worker.fail([failed], delay=30.0)
+    await finish.snooze(conn, [finish.Snoozed(snoozed.id, worker.tokens[snoozed.id], 30.0)])
+    clock = rescue.Clock()
+    await rescue.rescue(conn, clock=clock)
+    await set_back(conn)
+    clock.seen += timedelta(hours=1)
+    if beaten:
+        # Before anybody has seen that its last one was in the future.
+        await workers.heartbeat(conn, worker.worker, threads_used=0, completed=0, failed=0, listening=False)
+    await rescue.rescue(conn, clock=clock)
+    far = "SELECT max(run_at) - now() FROM pgqueue.jobs_live WHERE type = 't'"
+    assert timedelta(seconds=20) < await value(conn, far) < timedelta(seconds=60)
+    assert await value(conn, "SELECT run_at FROM pgqueue.jobs_live WHERE type = 'at noon'") == noon
+    moved = await value(conn, far.replace("- now()", ""))
+    await rescue.rescue(conn, clock=clock)
+    assert await value(conn, far.replace("- now()", "")) == moved, "once"
