@@ -51,7 +51,8 @@ BEGIN
             RAISE EXCEPTION 'pgqueue.add_job: idempotency_key must be 1 to 255 characters'
                 USING ERRCODE = 'check_violation', COLUMN = 'idempotency_key';
         END IF;
-        IF add_job.key_ttl IS NULL OR add_job.key_ttl NOT BETWEEN '1 second' AND '365 days' THEN
+        -- In seconds, as above; '1 year' has a quarter of a day more than it says.
+        IF add_job.key_ttl IS NULL OR extract(epoch FROM add_job.key_ttl) NOT BETWEEN 1 AND 31557600 THEN
             RAISE EXCEPTION 'pgqueue.add_job: key_ttl must be between 1 second and 365 days'
                 USING ERRCODE = 'check_violation', COLUMN = 'key_ttl';
         END IF;
@@ -1414,6 +1415,8 @@ CREATE TABLE pgqueue.tallies (
     jobs bigint NOT NULL
 )
 WITH (autovacuum_vacuum_scale_factor='0', autovacuum_vacuum_threshold='5000', autovacuum_vacuum_cost_delay='0');
+
+ALTER TABLE ONLY pgqueue.tallies REPLICA IDENTITY FULL;
 
 COMMENT ON TABLE pgqueue.tallies IS 'What happened and is not yet in totals: enqueued, completed, failed, cancelled, retried.';
 

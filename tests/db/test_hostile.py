@@ -325,6 +325,7 @@ async def test_add_job_refuses_by_name(conn, dsn):
             ("'t', idempotency_key => repeat('k', 1000000)", pg.CheckViolation, "idempotency_key"),
             ("'t', idempotency_key => 'k', key_ttl => '1000 years'", pg.CheckViolation, "key_ttl"),
             ("'t', idempotency_key => 'k', key_ttl => '-1 s'", pg.CheckViolation, "key_ttl"),
+            ("'t', idempotency_key => 'k', key_ttl => '1000000 mons -29999999 days'", pg.CheckViolation, "key_ttl"),
             ("'t', idempotency_key => 'k', key_ttl => NULL", pg.CheckViolation, "key_ttl"),
             ("NULL", pg.NotNullViolation, "type"),
             ("NULL, idempotency_key => 'k'", pg.NotNullViolation, "type"),

@@ -7,7 +7,7 @@ from contextlib import suppress
 import psycopg
 import pytest
 
-from pgqueue import prune, rescue, workers
+from pgqueue import prune, rescue, tally, workers
 from pgqueue.db import Connection, connect
 from pgqueue.worker.link import Link
 from pgqueue.workers import Pulse
@@ -142,3 +142,15 @@ async def test_rows_that_somebody_holds_are_pruned_the_next_time(conn: Connectio
         assert await value(conn, f"SELECT {left}") == len(OUTDATED)
     await prune.prune(conn, 30)
     assert await value(conn, f"SELECT {left}") == 0
+
+
+async def test_a_publication_of_all_tables(conn: Connection) -> None:
+    await conn.execute("CREATE PUBLICATION everything FOR ALL TABLES")
+    await conn.execute("INSERT INTO pgqueue.jobs (type) VALUES ('t')")
+    assert await tally.fold(conn) == 1
+    nameless = """
+        SELECT array_agg(c.relname) FROM pg_class c
+        WHERE c.relnamespace = 'pgqueue'::regnamespace AND c.relkind = 'r' AND c.relreplident = 'd'
+          AND NOT EXISTS (SELECT FROM pg_index i WHERE i.indrelid = c.oid AND i.indisprimary)
+    """
+    assert await value(conn, nameless) is None, "their rows could not be changed"
