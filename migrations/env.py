@@ -1,5 +1,6 @@
 """Alembic's environment: one migration at a time, all of it in one transaction."""
 
+import logging
 import random
 import time
 
@@ -10,12 +11,22 @@ from sqlalchemy.exc import OperationalError
 
 from pgqueue import migrate
 from pgqueue.errors import InvalidSettings, PgQueueError
+from pgqueue.log import say
 from pgqueue.settings import Settings
+
+logger = logging.getLogger("pgqueue.migrate")
 
 SCHEMA = "pgqueue"
 
 # The advisory lock comes before the timeout: whoever waits for another migration waits as long as that takes.
 ONE_AT_A_TIME = "SELECT pg_advisory_xact_lock(hashtextextended('pgqueue.migrate', 0))"
+MY_TURN = "SELECT pg_try_advisory_xact_lock(hashtextextended('pgqueue.migrate', 0))"
+WHOSE_TURN = """
+SELECT format('pid %s, %s, %s', a.pid, a.usename, coalesce(nullif(a.application_name, ''), '-'))
+  FROM pg_locks l JOIN pg_stat_activity a ON a.pid = l.pid
+ WHERE l.locktype = 'advisory' AND l.granted AND l.objsubid = 1 AND a.datname = current_database()
+   AND (l.classid::bigint << 32) | l.objid::bigint = hashtextextended('pgqueue.migrate', 0)
+"""
 LOCK_TIMEOUT = f"SET LOCAL lock_timeout = '{migrate.LOCK_TIMEOUT}'"
 CREATE_SCHEMA = f"CREATE SCHEMA IF NOT EXISTS {SCHEMA}"
 HAS_SCHEMA = f"SELECT to_regnamespace('{SCHEMA}') IS NOT NULL"
@@ -45,8 +56,19 @@ def offline() -> None:
         context.run_migrations()
 
 
+def wait_for_turn(connection: Connection) -> None:
+    """Says for whom: everybody who can connect can hold this lock."""
+    told, patience = False, time.monotonic() + migrate.PATIENCE
+    while not connection.scalar(text(MY_TURN)):
+        if not told and time.monotonic() > patience:
+            told = True
+            holders = "; ".join(connection.scalars(text(WHOSE_TURN))) or "nobody any more"
+            say(logger, logging.WARNING, "migration.waits", f"the migration waits for another one ({holders})")
+        time.sleep(0.1)
+
+
 def run(connection: Connection) -> None:
-    connection.execute(text(ONE_AT_A_TIME))
+    wait_for_turn(connection)
     connection.execute(text(LOCK_TIMEOUT))
     if connection.scalar(text(HAS_CITUS)):
         connection.execute(text(LOCAL_TABLES))

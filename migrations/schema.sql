@@ -353,7 +353,8 @@ BEGIN
     IF keep < interval '1 day' THEN
         RAISE EXCEPTION 'pgqueue.drop_partitions: keep must be at least 1 day' USING ERRCODE = 'check_violation';
     END IF;
-    IF NOT pg_try_advisory_xact_lock(1885827429, 2) THEN
+    PERFORM FROM pgqueue.chores c WHERE c.name = 'partitions' FOR UPDATE SKIP LOCKED;
+    IF NOT FOUND THEN
         RETURN 0;
     END IF;
     FOR leaf IN
@@ -454,9 +455,12 @@ DECLARE
     folded bigint;
 BEGIN
     IF wait THEN
-        PERFORM pg_advisory_xact_lock(1885827429, 3);
-    ELSIF NOT pg_try_advisory_xact_lock(1885827429, 3) THEN
-        RETURN 0;
+        PERFORM FROM pgqueue.chores c WHERE c.name = 'fold' FOR UPDATE;
+    ELSE
+        PERFORM FROM pgqueue.chores c WHERE c.name = 'fold' FOR UPDATE SKIP LOCKED;
+        IF NOT FOUND THEN
+            RETURN 0;
+        END IF;
     END IF;
     WITH gone AS (
         DELETE FROM pgqueue.tallies RETURNING *
@@ -540,7 +544,8 @@ DECLARE
     leaf text;
     made integer := 0;
 BEGIN
-    IF NOT pg_try_advisory_xact_lock(1885827429, 2) THEN
+    PERFORM FROM pgqueue.chores c WHERE c.name = 'partitions' FOR UPDATE SKIP LOCKED;
+    IF NOT FOUND THEN
         RETURN 0;
     END IF;
     FOREACH parent IN ARRAY ARRAY['jobs_finished', 'attempts'] LOOP
@@ -999,6 +1004,10 @@ ALTER TABLE pgqueue.audit ALTER COLUMN id ADD GENERATED ALWAYS AS IDENTITY (
     NO MINVALUE
     NO MAXVALUE
     CACHE 1
+);
+
+CREATE TABLE pgqueue.chores (
+    name text NOT NULL
 );
 
 CREATE TABLE pgqueue.drains (
@@ -1510,6 +1519,9 @@ ALTER TABLE ONLY pgqueue.attempts_default
 ALTER TABLE ONLY pgqueue.audit
     ADD CONSTRAINT audit_pkey PRIMARY KEY (id);
 
+ALTER TABLE ONLY pgqueue.chores
+    ADD CONSTRAINT chores_pkey PRIMARY KEY (name);
+
 ALTER TABLE ONLY pgqueue.drains
     ADD CONSTRAINT drains_pkey PRIMARY KEY (worker_id);
 
@@ -1764,6 +1776,10 @@ GRANT SELECT ON TABLE pgqueue.audit TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.audit TO pgqueue_auditor;
 GRANT SELECT ON TABLE pgqueue.audit TO pgqueue_operator;
 GRANT SELECT ON TABLE pgqueue.audit TO pgqueue_api;
+
+GRANT SELECT ON TABLE pgqueue.chores TO pgqueue_auditor;
+GRANT SELECT ON TABLE pgqueue.chores TO pgqueue_operator;
+GRANT SELECT ON TABLE pgqueue.chores TO pgqueue_api;
 
 GRANT SELECT ON TABLE pgqueue.drains TO pgqueue_worker;
 GRANT SELECT ON TABLE pgqueue.drains TO pgqueue_auditor;

@@ -18,6 +18,8 @@ LOCK_TIMEOUT = "200ms"
 TRIES = 50
 PAUSE = 1.0
 """Seconds, more or less: whoever it meets each time may come at regular intervals, too."""
+PATIENCE = 5.0
+"""Seconds after which a migration says that it waits for another one."""
 
 _one_at_a_time = threading.Lock()
 """Alembic keeps what it is doing in a module, for the whole process."""

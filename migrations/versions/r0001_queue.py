@@ -18,7 +18,7 @@ def downgrade() -> None:
     # Not the schema: Alembic's own table stands in it. Not the roles: they belong to the whole server.
     op.execute(
         "DROP TABLE pgqueue.jobs, pgqueue.attempts, pgqueue.workers, pgqueue.drains, pgqueue.queues, "
-        "pgqueue.idempotency_keys, pgqueue.audit, pgqueue.switches, pgqueue.tallies CASCADE"
+        "pgqueue.idempotency_keys, pgqueue.audit, pgqueue.switches, pgqueue.chores, pgqueue.tallies CASCADE"
     )
     op.execute(
         "DROP ROUTINE pgqueue.broken_rule, pgqueue.refuse, pgqueue.refuse_job, pgqueue.schedule_job, "

@@ -223,6 +223,13 @@ CREATE TABLE pgqueue.switches (
 
 INSERT INTO pgqueue.switches (name, enabled) VALUES ('wake', true);
 
+-- What one does at a time: whoever does it holds its row. An advisory lock could be held by everybody who can connect.
+CREATE TABLE pgqueue.chores (
+    name text PRIMARY KEY
+);
+
+INSERT INTO pgqueue.chores (name) VALUES ('partitions'), ('fold');
+
 -- The rules for what strangers insert and operators edit: the column and the rule that is broken, or NULL.
 -- The size of a payload is that of its text, which is what a claim sends. Its stored size says nothing: it may be
 -- compressed, and 1e131071 is stored in 16 bytes. An interval is measured in seconds: months and days compare otherwise.
@@ -835,7 +842,8 @@ DECLARE
     leaf text;
     made integer := 0;
 BEGIN
-    IF NOT pg_try_advisory_xact_lock(1885827429, 2) THEN
+    PERFORM FROM pgqueue.chores c WHERE c.name = 'partitions' FOR UPDATE SKIP LOCKED;
+    IF NOT FOUND THEN
         RETURN 0;
     END IF;
     FOREACH parent IN ARRAY ARRAY['jobs_finished', 'attempts'] LOOP
@@ -869,7 +877,8 @@ BEGIN
     IF keep < interval '1 day' THEN
         RAISE EXCEPTION 'pgqueue.drop_partitions: keep must be at least 1 day' USING ERRCODE = 'check_violation';
     END IF;
-    IF NOT pg_try_advisory_xact_lock(1885827429, 2) THEN
+    PERFORM FROM pgqueue.chores c WHERE c.name = 'partitions' FOR UPDATE SKIP LOCKED;
+    IF NOT FOUND THEN
         RETURN 0;
     END IF;
     FOR leaf IN

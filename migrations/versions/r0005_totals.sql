@@ -34,9 +34,12 @@ DECLARE
     folded bigint;
 BEGIN
     IF wait THEN
-        PERFORM pg_advisory_xact_lock(1885827429, 3);
-    ELSIF NOT pg_try_advisory_xact_lock(1885827429, 3) THEN
-        RETURN 0;
+        PERFORM FROM pgqueue.chores c WHERE c.name = 'fold' FOR UPDATE;
+    ELSE
+        PERFORM FROM pgqueue.chores c WHERE c.name = 'fold' FOR UPDATE SKIP LOCKED;
+        IF NOT FOUND THEN
+            RETURN 0;
+        END IF;
     END IF;
     WITH gone AS (
         DELETE FROM pgqueue.tallies RETURNING *

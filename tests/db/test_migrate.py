@@ -104,6 +104,23 @@ def test_who_enqueues_does_not_wait_behind_a_migration_that_waits(dsn: str) -> N
         migrating.result(60)
 
 
+def test_whoever_holds_up_a_migration_is_named(
+    dsn: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(migrate, "PATIENCE", 0.0)
+    with psycopg.connect(dsn) as holder, ThreadPoolExecutor() as threads:
+        holder.execute("SELECT pg_advisory_lock(hashtextextended('pgqueue.migrate', 0))")
+        waiting = threads.submit(migrate.up, dsn)
+        try:
+            deadline = time.monotonic() + 10
+            while not caplog.messages and time.monotonic() < deadline:
+                time.sleep(0.01)
+        finally:
+            holder.execute("SELECT pg_advisory_unlock_all()")
+        waiting.result(10)
+        assert f"waits for another one (pid {holder.info.backend_pid}, " in caplog.text
+
+
 def test_the_script_makes_the_same_schema(server: PostgresServer, dsn: str, empty_dsn: str) -> None:
     psql = [server.bin_dir / "psql", "-X", "-q", "-v", "ON_ERROR_STOP=1", "-d", empty_dsn]
     subprocess.run(psql, input=migrate.sql(), text=True, check=True, stdout=subprocess.DEVNULL)

@@ -108,7 +108,7 @@ MATRIX = {
         "SELECT pgqueue.bounds()",
         "SELECT pgqueue.snapshot_holders()",
     ],
-    "AO": [f"SELECT * FROM pgqueue.{view}" for view in VIEWS.split()],
+    "AO": [f"SELECT * FROM pgqueue.{view}" for view in f"{VIEWS} chores".split()],
     "O": [
         "SELECT pgqueue.cancel_job(:pending, 'why')",
         "SELECT pgqueue.cancel_job(:running, 'why')",
@@ -134,6 +134,7 @@ MATRIX = {
         "SELECT nextval('pgqueue.audit_id_seq')",
         "INSERT INTO pgqueue.queues (name, paused_at) VALUES ('q', now())",
         "UPDATE pgqueue.queues SET paused_at = now()",
+        "SELECT FROM pgqueue.chores FOR SHARE",
         "INSERT INTO pgqueue.drains SELECT id FROM pgqueue.workers",
         "DELETE FROM pgqueue.tallies",
         "UPDATE pgqueue.totals SET value = 0",

@@ -12,6 +12,7 @@ from pgqueue.db import Connection, connect
 from pgqueue.worker.link import Link
 from pgqueue.workers import Pulse
 from tests.chaos.cuts.upkeep import GONE, PATHS, House, pass_by
+from tests.db.logins import connected_as
 from tests.db.queue import MiniWorker, value
 
 on_18 = pytest.mark.parametrize("server", ["pg18"], indirect=True)
@@ -154,3 +155,16 @@ async def test_a_publication_of_all_tables(conn: Connection) -> None:
           AND NOT EXISTS (SELECT FROM pg_index i WHERE i.indrelid = c.oid AND i.indisprimary)
     """
     assert await value(conn, nameless) is None, "their rows could not be changed"
+
+
+@pytest.mark.usefixtures("logins")
+async def test_no_stranger_can_hold_up_what_one_does_at_a_time(conn: Connection, dsn: str) -> None:
+    house = House(conn)
+    await house.prepare()
+    await house.soil(PATHS)
+    async with connected_as("stranger", dsn) as stranger:
+        await stranger.execute("SELECT pg_advisory_lock(1885827429, n) FROM generate_series(1, 3) n")
+        link = Link(dsn, "pgqueue-janitor test")
+        await pass_by(link)
+        await link.close()
+    assert await house.problems() == []
