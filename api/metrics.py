@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import NamedTuple
 
 from prometheus_client import (
@@ -31,6 +31,7 @@ from prometheus_client.metrics_core import (
     Metric,
 )
 from prometheus_client.registry import Collector
+from psycopg import errors as pg
 from starlette.responses import Response
 
 from pgqueue import snapshots, tally
@@ -95,7 +96,9 @@ class Cluster(Collector):
 
     async def _read(self) -> Figures:
         async with self._connection() as conn:
-            await tally.fold(conn)
+            # Who folds in a transaction and leaves it open stops the totals, and nothing else.
+            with suppress(pg.LockNotAvailable):
+                await tally.fold(conn)
             # All of one moment.
             async with conn.transaction():
                 await conn.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")

@@ -239,6 +239,17 @@ def test_the_oldest_snapshot_has_its_kind(api: Api, dsn: str) -> None:
         assert {found(name, kind=kind) for kind in ("prepared", "slot", "standby")} == {0}
 
 
+def test_who_leaves_a_fold_open_stops_the_totals_and_nothing_else(api: Api, dsn: str) -> None:
+    with psycopg.connect(dsn) as auditor, psycopg.connect(dsn, autocommit=True) as producer:
+        auditor.execute("SELECT pgqueue.fold()")
+        producer.execute("INSERT INTO pgqueue.jobs (type) VALUES ('t')")
+        found = scrape(api)
+        assert found("pgqueue_up") == 1
+        assert found("jobs_in_queue") == 1
+        auditor.rollback()
+        assert scrape(api).sum("pgqueue_jobs_enqueued_total") == 1
+
+
 def test_a_storm_of_scrapes_costs_one_look(api: Api) -> None:
     assert api.state
     scrape(api)
