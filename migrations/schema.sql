@@ -12,6 +12,7 @@ CREATE TYPE pgqueue.status AS ENUM (
 CREATE FUNCTION pgqueue.act_on_jobs(ids bigint[], action text, reason text DEFAULT NULL::text) RETURNS TABLE(id bigint, status text, problem text)
     LANGUAGE plpgsql SECURITY DEFINER
     SET search_path TO 'pg_catalog', 'pg_temp'
+    SET lock_timeout TO '500ms'
     AS $$
 #variable_conflict use_variable
 BEGIN
@@ -30,6 +31,11 @@ BEGIN
             WHEN SQLSTATE 'PQ003' OR SQLSTATE 'PQ004' OR unique_violation OR check_violation THEN
                 status := NULL;
                 problem := SQLERRM;
+            WHEN lock_not_available THEN
+                status := NULL;
+                problem := format('job %s is locked by another transaction: try again when that has ended', id);
+                -- Those that are done wait with this one: it waits once, and for the next ones not at all.
+                PERFORM set_config('lock_timeout', '1ms', true);
         END;
         RETURN NEXT;
     END LOOP;

@@ -86,7 +86,7 @@ END $$;
 -- One action on many jobs. A job that does not allow it is told of and does not keep the others from it.
 CREATE FUNCTION pgqueue.act_on_jobs(ids bigint[], action text, reason text DEFAULT NULL)
     RETURNS TABLE (id bigint, status text, problem text)
-    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+    LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET lock_timeout = '500ms' AS $$
 #variable_conflict use_variable
 BEGIN
     -- In the order of their ids, so that two of these do not wait for each other.
@@ -104,6 +104,11 @@ BEGIN
             WHEN SQLSTATE 'PQ003' OR SQLSTATE 'PQ004' OR unique_violation OR check_violation THEN
                 status := NULL;
                 problem := SQLERRM;
+            WHEN lock_not_available THEN
+                status := NULL;
+                problem := format('job %s is locked by another transaction: try again when that has ended', id);
+                -- Those that are done wait with this one: it waits once, and for the next ones not at all.
+                PERFORM set_config('lock_timeout', '1ms', true);
         END;
         RETURN NEXT;
     END LOOP;

@@ -499,3 +499,24 @@ async def test_keys_in_any_order(dsn):
             first, second = await asyncio.gather(add_batch(one, keys), add_batch(other, keys[::-1]))
             assert [added.id for added in first] == [added.id for added in second][::-1]
             assert sorted(a.inserted + b.inserted for a, b in zip(first, second[::-1], strict=True)) == [1] * 8
+
+
+@pytest.mark.parametrize("server", ["pg18"], indirect=True)
+async def test_an_action_on_many_waits_for_none_of_them_for_long(dsn, conn):
+    ids = await add(conn, *(NewJob(type="t") for _ in range(50)))
+    worker = await MiniWorker(conn).register()
+    await worker.claim()
+    async with await connect(dsn) as other, other.transaction():
+        # The handlers of all but the first, in any language: transactions under their leases.
+        for id in ids[1:]:
+            await other.execute("SELECT pgqueue.assert_lease(%s, %s)", [id, worker.tokens[id]])
+        began = time.monotonic()
+        first, *others = await asyncio.wait_for(control.act_on_jobs(conn, ids, "cancel"), 20)
+        assert time.monotonic() - began < 3, "it waits once, and not for each of them"
+    assert first == (ids[0], "running", None)
+    assert {(one.status, one.problem) for one in others[:1]} == {
+        (None, f"job {ids[1]} is locked by another transaction: try again when that has ended")
+    }
+    assert all("is locked" in one.problem for one in others)
+    assert await value(conn, "SHOW lock_timeout") == "0"
+    assert {one.problem for one in await control.act_on_jobs(conn, ids, "cancel")} == {None}
