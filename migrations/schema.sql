@@ -259,7 +259,7 @@ BEGIN
     END IF;
 END $$;
 
-CREATE FUNCTION pgqueue.complete_jobs(ids bigint[], tokens uuid[], results jsonb[], threads integer[], started_ago double precision[], ended_ago double precision[]) RETURNS SETOF bigint
+CREATE FUNCTION pgqueue.complete_jobs(ids bigint[], tokens uuid[], results jsonb[], threads integer[], started_ago double precision[], ended_ago double precision[], patience text DEFAULT NULL::text) RETURNS SETOF bigint
     LANGUAGE plpgsql
     SET search_path TO 'pg_catalog', 'pg_temp'
     SET plan_cache_mode TO 'force_generic_plan'
@@ -273,6 +273,10 @@ CREATE FUNCTION pgqueue.complete_jobs(ids bigint[], tokens uuid[], results jsonb
 DECLARE
     ended bigint[];
 BEGIN
+    IF patience IS NOT NULL THEN
+        -- An assignment: as a query it would take several times as long.
+        patience := set_config('lock_timeout', patience, true);
+    END IF;
     WITH gone AS (
         DELETE FROM pgqueue.jobs_live j
         USING (
@@ -1680,8 +1684,8 @@ GRANT ALL ON FUNCTION pgqueue.cancel_job(job_id bigint, reason text) TO pgqueue_
 REVOKE ALL ON FUNCTION pgqueue.claim_jobs(queues text[], priorities integer[], floors bigint[], types text[], threads integer, max_jobs integer, worker_id uuid, lease_token uuid) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.claim_jobs(queues text[], priorities integer[], floors bigint[], types text[], threads integer, max_jobs integer, worker_id uuid, lease_token uuid) TO pgqueue_worker;
 
-REVOKE ALL ON FUNCTION pgqueue.complete_jobs(ids bigint[], tokens uuid[], results jsonb[], threads integer[], started_ago double precision[], ended_ago double precision[]) FROM PUBLIC;
-GRANT ALL ON FUNCTION pgqueue.complete_jobs(ids bigint[], tokens uuid[], results jsonb[], threads integer[], started_ago double precision[], ended_ago double precision[]) TO pgqueue_worker;
+REVOKE ALL ON FUNCTION pgqueue.complete_jobs(ids bigint[], tokens uuid[], results jsonb[], threads integer[], started_ago double precision[], ended_ago double precision[], patience text) FROM PUBLIC;
+GRANT ALL ON FUNCTION pgqueue.complete_jobs(ids bigint[], tokens uuid[], results jsonb[], threads integer[], started_ago double precision[], ended_ago double precision[], patience text) TO pgqueue_worker;
 
 REVOKE ALL ON FUNCTION pgqueue.delete_job(job_id bigint, reason text) FROM PUBLIC;
 GRANT ALL ON FUNCTION pgqueue.delete_job(job_id bigint, reason text) TO pgqueue_api;

@@ -6,6 +6,9 @@ it, and the result at hand must be dropped.
 A job that was asked to stop gets no other attempt: if its attempt fails, is put off or given back, it is cancelled.
 Only doubt whether it had its effect goes to the dead letter queue all the same.
 
+Who gives a dict `held` waits for nobody for long: jobs whose rows somebody else holds are left as they are, and put
+there, with who holds them. Without one, and in a transaction, a row is waited for.
+
 A value that PostgreSQL cannot store ends its own job, and no other: a result as a failed attempt (`bad_result`), an
 error without its text. Left as it was, the job would be running for as long as its worker lives.
 """
@@ -16,6 +19,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, LiteralString, NamedTuple, TypeVar
 
 from psycopg import errors as pg
@@ -32,6 +36,8 @@ logger = logging.getLogger("pgqueue.finish")
 UNSTORABLE = (pg.DataError, pg.CheckViolation, pg.ProgramLimitExceeded, pg.StatementTooComplex, UnicodeEncodeError)
 LONGEST_DELAY = 10 * 365 * 86400.0
 """Seconds. What a handler asks for may be infinite or not a number; a job's run_at may not."""
+PATIENCE = "500ms"
+"""So long does a batch wait for a row that somebody else holds."""
 
 
 @dataclass(slots=True)
@@ -83,18 +89,20 @@ class Fate(NamedTuple):
 
 Released = Lease
 L = TypeVar("L", bound=Lease)
+T = TypeVar("T")
+Held = dict[int, str]
 
 
-async def complete(conn: Connection, jobs: Sequence[Completed]) -> set[int]:
+async def complete(conn: Connection, jobs: Sequence[Completed], held: Held | None = None) -> set[int]:
     async def send(batch: Sequence[Completed]) -> set[int]:
         results = None if all(job.result is None for job in batch) else array_of_texts(job.result for job in batch)
-        lost = await ids(conn, SQL.complete, {**ages(batch), "results": results})
+        lost = await ids(conn, SQL.complete, {**ages(batch, held), "results": results})
         return {job.id for job in batch if job.id not in lost}
 
     async def mend(job: Completed, error: Exception) -> set[int]:
-        return set(await fail(conn, [unstorable(job, error)]))
+        return set(await fail(conn, [unstorable(job, error)], held))
 
-    return await isolating(conn, send, mend, jobs)
+    return await isolating(conn, send, mend, jobs, held)
 
 
 def unstorable(job: Completed, error: Exception) -> Failed:
@@ -102,12 +110,12 @@ def unstorable(job: Completed, error: Exception) -> Failed:
     return Failed(job.id, job.lease_token, job.started, job.ended, job.threads, None, "bad_result", "BadResult", text)
 
 
-async def fail(conn: Connection, jobs: Sequence[Failed]) -> dict[int, Fate]:
+async def fail(conn: Connection, jobs: Sequence[Failed], held: Held | None = None) -> dict[int, Fate]:
     fates: dict[int, Fate] = {}
 
     async def send(batch: Sequence[Failed]) -> set[int]:
         parameters = {
-            **ages(batch),
+            **ages(batch, held),
             "delays": [None if job.delay is None else bounded(job.delay) for job in batch],
             "reasons": [job.reason for job in batch],
             "error_types": [job.error_type for job in batch],
@@ -121,36 +129,39 @@ async def fail(conn: Connection, jobs: Sequence[Failed]) -> dict[int, Fate]:
 
     async def mend(job: Failed, error: Exception) -> set[int]:
         text = f"the error cannot be stored: {error}"
-        return await send([replace(job, error_type=type(error).__name__, error=text, traceback=None)])
+        mended = replace(job, error_type=type(error).__name__, error=text, traceback=None)
+        return await unless_held(conn, send, [mended], held)
 
-    await isolating(conn, send, mend, jobs)
-    if left := [job for job in jobs if job.id not in fates]:
+    await isolating(conn, send, mend, jobs, held)
+    if left := [job for job in jobs if job.id not in fates and job.id not in (held or ())]:
         stopped = [
             Cancelled(job.id, job.lease_token, job.started, job.ended, job.threads, f"{job.error_type}: {job.error}")
             for job in left
         ]
-        fates |= dict.fromkeys(await cancel(conn, stopped), Fate(False, None))
+        fates |= dict.fromkeys(await cancel(conn, stopped, held), Fate(False, None))
     return fates
 
 
-async def cancel(conn: Connection, jobs: Sequence[Cancelled]) -> set[int]:
+async def cancel(conn: Connection, jobs: Sequence[Cancelled], held: Held | None = None) -> set[int]:
     async def send(batch: Sequence[Cancelled]) -> set[int]:
-        return await ids(conn, SQL.cancel, {**ages(batch), "errors": [job.error for job in batch]})
+        return await ids(conn, SQL.cancel, {**ages(batch, held), "errors": [job.error for job in batch]})
 
     async def mend(job: Cancelled, error: Exception) -> set[int]:
-        return await send([replace(job, error=f"the error cannot be stored: {error}")])
+        return await unless_held(conn, send, [replace(job, error=f"the error cannot be stored: {error}")], held)
 
-    return await isolating(conn, send, mend, jobs)
+    return await isolating(conn, send, mend, jobs, held)
 
 
-async def stop(conn: Connection, jobs: Sequence[Lease], done: set[int]) -> set[int]:
+async def stop(conn: Connection, jobs: Sequence[Lease], done: set[int], held: Held | None) -> set[int]:
     """Cancels those of the jobs that were left out because they are to stop."""
-    left = [job for job in jobs if job.id not in done]
-    if not left:
-        return set()
-    unknown = array(["NULL"] * len(left))
-    times = {"started_ago": unknown, "ended_ago": array([0] * len(left)), "threads": unknown}
-    return await retrying(lambda: ids(conn, SQL.cancel, {**leases(left), **times, "errors": [None] * len(left)}))
+
+    async def send(batch: Sequence[Lease]) -> set[int]:
+        unknown = array(["NULL"] * len(batch))
+        times = {"started_ago": unknown, "ended_ago": array([0] * len(batch)), "threads": unknown}
+        return await ids(conn, SQL.cancel, {**leases(batch, held), **times, "errors": [None] * len(batch)})
+
+    left = [job for job in jobs if job.id not in done and job.id not in (held or ())]
+    return await unless_held(conn, send, left, held) if left else set()
 
 
 def completion(job: Completed) -> dict[str, Any]:
@@ -163,27 +174,30 @@ async def complete_in(conn: Connection, job: Completed) -> bool:
     return not await ids(conn, SQL.complete, completion(job))
 
 
-async def snooze(conn: Connection, jobs: Sequence[Snoozed]) -> set[int]:
+async def snooze(conn: Connection, jobs: Sequence[Snoozed], held: Held | None = None) -> set[int]:
+    async def send(batch: Sequence[Snoozed]) -> set[int]:
+        delays = array(bounded(job.delay) for job in batch)
+        return await ids(conn, SQL.snooze, {**leases(batch, held), "delays": delays})
+
     if not jobs:
         return set()
-    parameters = {**leases(jobs), "delays": array(bounded(job.delay) for job in jobs)}
-    done = await retrying(lambda: ids(conn, SQL.snooze, parameters))
-    return done | await stop(conn, jobs, done)
+    done = await unless_held(conn, send, jobs, held)
+    return done | await stop(conn, jobs, done, held)
 
 
-async def release(conn: Connection, jobs: Sequence[Released]) -> set[int]:
+async def release(conn: Connection, jobs: Sequence[Released], held: Held | None = None) -> set[int]:
     """Gives the jobs back at once and uncharged, and wakes somebody for them. In a transaction that is for the caller
     to do, after its COMMIT, which the lock of all NOTIFYs must not hold up."""
 
-    async def send() -> list[Any]:
-        return await (await conn.execute(SQL.release, leases(jobs), prepare=False)).fetchall()
+    async def send(batch: Sequence[Released]) -> list[Any]:
+        return await (await conn.execute(SQL.release, leases(batch, held), prepare=False)).fetchall()
 
-    back = await retrying(send)
+    back = await unless_held(conn, send, jobs, held)
     if back and conn.info.transaction_status is TransactionStatus.IDLE:
         _, queues, types, demands = map(list, zip(*back, strict=True))
         await wake(conn, queues, types, demands)
     done = {row[0] for row in back}
-    return done | await stop(conn, jobs, done)
+    return done | await stop(conn, jobs, done, held)
 
 
 async def start(conn: Connection, job: Lease, threads: int) -> bool:
@@ -207,25 +221,53 @@ async def ended(conn: Connection, jobs: Sequence[Lease]) -> set[int]:
     return await ids(conn, SQL.ended, leases(jobs))
 
 
+async def holders(conn: Connection, jobs: Sequence[Lease]) -> Held:
+    """Which of these jobs' rows somebody else holds at this moment, and who. It waits for nobody."""
+    try:
+        rows = await (await conn.execute(SQL.holders, leases(jobs, {}), prepare=False)).fetchall()
+    except pg.LockNotAvailable:
+        return {}  # somebody has the whole table
+    return dict(rows)
+
+
+async def unless_held(
+    conn: Connection, send: Callable[[Sequence[L]], Awaitable[T]], jobs: Sequence[L], held: Held | None
+) -> T:
+    """One statement for all of them but those whose rows somebody else holds."""
+    while True:
+        try:
+            return await retrying(partial(send, jobs))
+        except pg.LockNotAvailable:
+            if held is None or conn.info.transaction_status is TransactionStatus.INERROR:
+                raise
+        found = await holders(conn, jobs)
+        held |= found
+        jobs = [job for job in jobs if job.id not in found]
+
+
 async def isolating(
     conn: Connection,
     send: Callable[[Sequence[L]], Awaitable[set[int]]],
     mend: Callable[[L, Exception], Awaitable[set[int]]],
     jobs: Sequence[L],
+    held: Held | None,
 ) -> set[int]:
     """One statement for all of them; if PostgreSQL cannot store some value, halves, down to the job to mend."""
     if not jobs:
         return set()
     try:
-        return await retrying(lambda: send(jobs))
+        return await unless_held(conn, send, jobs, held)
     except UNSTORABLE as error:
         if conn.info.transaction_status is TransactionStatus.INERROR or is_overtaken(error):
             # The transaction is the caller's, and so is the error. Or it is no value that is in the way.
             raise
         if len(jobs) == 1:
             return await _mended(mend, jobs[0], error)
+    if held:
+        jobs = [job for job in jobs if job.id not in held]
     half = len(jobs) // 2
-    return await isolating(conn, send, mend, jobs[:half]) | await isolating(conn, send, mend, jobs[half:])
+    done = await isolating(conn, send, mend, jobs[:half], held)
+    return done | await isolating(conn, send, mend, jobs[half:], held)
 
 
 async def _mended(mend: Callable[[L, Exception], Awaitable[set[int]]], job: L, error: Exception) -> set[int]:
@@ -247,14 +289,18 @@ async def ids(conn: Connection, statement: LiteralString, parameters: dict[str, 
     return {id for (id,) in await cursor.fetchall()}
 
 
-def leases(jobs: Sequence[Lease]) -> dict[str, Any]:
-    return {"ids": array([job.id for job in jobs]), "tokens": array([job.lease_token for job in jobs])}
+def leases(jobs: Sequence[Lease], held: Held | None = None) -> dict[str, Any]:
+    return {
+        "ids": array([job.id for job in jobs]),
+        "tokens": array([job.lease_token for job in jobs]),
+        "patience": None if held is None else PATIENCE,
+    }
 
 
-def ages(jobs: Sequence[Ended]) -> dict[str, Any]:
+def ages(jobs: Sequence[Ended], held: Held | None = None) -> dict[str, Any]:
     now = time.monotonic()
     return {
-        **leases(jobs),
+        **leases(jobs, held),
         "threads": array([job.threads for job in jobs]),
         # To the microsecond, as PostgreSQL keeps them: all digits of a float would take three times as long to write.
         "started_ago": array(["%.6f" % (now - job.started) for job in jobs]),

@@ -246,7 +246,8 @@ class Janitor:
         leases = await workers.claimed_by(conn, self.worker_id, age)
         known = self.known()
         strangers = [Lease(lease.id, lease.lease_token) for lease in leases if lease.id not in known]
-        if strangers and (released := await finish.release(conn, strangers)):
+        # Those whose rows somebody holds are given back the next time.
+        if strangers and (released := await finish.release(conn, strangers, {})):
             text = f"gave back {len(released)} jobs of a claim whose answer was lost"
             say(logger, logging.WARNING, "jobs.reconciled", text, jobs=len(released))
             self.ready()

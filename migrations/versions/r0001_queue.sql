@@ -702,7 +702,8 @@ END $$;
 -- Only a running job has a lease_token (a CHECK says so), so the token alone is the fence. Saying status = 'running' as well
 -- would tempt the planner to the index of running jobs, which is full of finished ones while a snapshot is held.
 CREATE FUNCTION pgqueue.complete_jobs(
-    ids bigint[], tokens uuid[], results jsonb[], threads integer[], started_ago float8[], ended_ago float8[]
+    ids bigint[], tokens uuid[], results jsonb[], threads integer[], started_ago float8[], ended_ago float8[],
+    patience text DEFAULT NULL
 ) RETURNS SETOF bigint LANGUAGE plpgsql
     SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan SET jit = off
     SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
@@ -710,6 +711,10 @@ CREATE FUNCTION pgqueue.complete_jobs(
 DECLARE
     ended bigint[];
 BEGIN
+    IF patience IS NOT NULL THEN
+        -- An assignment: as a query it would take several times as long.
+        patience := set_config('lock_timeout', patience, true);
+    END IF;
     WITH gone AS (
         DELETE FROM pgqueue.jobs_live j
         USING (

@@ -15,6 +15,7 @@ WITH ended AS (
         SELECT j.id, j.queue, j.type, j.run_at, j.attempt, j.threads_used, j.started_at FROM pgqueue.jobs_live j
         WHERE j.id = e.id AND j.lease_token = e.lease_token FOR UPDATE
     ) j
+    WHERE (SELECT set_config('lock_timeout', coalesce(%(patience)s::text, current_setting('lock_timeout')), true)) IS NOT NULL
 ), gone AS (
     DELETE FROM pgqueue.jobs_live j USING owned o WHERE j.id = ANY (ARRAY[o.id]) RETURNING j.*
 ), counted AS (

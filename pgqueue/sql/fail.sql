@@ -19,6 +19,7 @@ WITH ended AS (
           AND (j.cancel_requested_at IS NULL OR e.reason = 'in_doubt')
         FOR UPDATE
     ) j
+    WHERE (SELECT set_config('lock_timeout', coalesce(%(patience)s::text, current_setting('lock_timeout')), true)) IS NOT NULL
 ), again AS (
     UPDATE pgqueue.jobs_live j
     SET status = 'scheduled', run_at = statement_timestamp() + make_interval(secs => o.delay), attempt = o.attempt,

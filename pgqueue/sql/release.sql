@@ -9,6 +9,7 @@ WITH given AS (
         SELECT j.id FROM pgqueue.jobs_live j
         WHERE j.id = g.id AND j.lease_token = g.lease_token AND j.cancel_requested_at IS NULL FOR UPDATE
     ) j
+    WHERE (SELECT set_config('lock_timeout', coalesce(%(patience)s::text, current_setting('lock_timeout')), true)) IS NOT NULL
 )
 UPDATE pgqueue.jobs_live j
 SET status = 'pending', seq = nextval('pgqueue.ready'), worker_id = NULL, lease_token = NULL, started_at = NULL,

@@ -9,6 +9,7 @@ WITH asked AS (
         SELECT j.id FROM pgqueue.jobs_live j
         WHERE j.id = a.id AND j.lease_token = a.lease_token AND j.cancel_requested_at IS NULL FOR UPDATE
     ) j
+    WHERE (SELECT set_config('lock_timeout', coalesce(%(patience)s::text, current_setting('lock_timeout')), true)) IS NOT NULL
 )
 UPDATE pgqueue.jobs_live j
 SET status = 'scheduled', run_at = statement_timestamp() + make_interval(secs => o.delay), worker_id = NULL, lease_token = NULL

@@ -116,7 +116,7 @@ def drain(conn: psycopg.Connection, scene: Scene, size: int) -> None:
             return
         scene.floors[lane] = max(job[5] for job in jobs)
         ids, ages = [job[0] for job in jobs], [0.0] * len(jobs)
-        done = {"ids": ids, "tokens": [token] * len(ids), "threads": [1] * len(ids), "results": None}
+        done = {"ids": ids, "tokens": [token] * len(ids), "threads": [1] * len(ids), "results": None, "patience": None}
         conn.execute(SQL.complete, {**done, "started_ago": ages, "ended_ago": ages})
 
 

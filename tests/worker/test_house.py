@@ -3,19 +3,31 @@
 import asyncio
 import logging
 import time
+from collections.abc import Callable
+from typing import Any
 
 import psycopg
 import pytest
 
-from pgqueue import Context, PgQueue, prune, workers
+from pgqueue import Context, PgQueue, control, finish, prune, workers
 from pgqueue.claim import Claimed
+from pgqueue.idempotency import Effect, begin_effect
+from pgqueue.job import Lease, NewJob
 from pgqueue.settings import Settings
 from pgqueue.worker import janitor
+from pgqueue.worker.finisher import LOOK_EVERY, LOOK_SOON, Finisher
+from pgqueue.worker.link import Link
 from pgqueue.worker.runtime import STALE_AFTER, Runtime
-from tests.db.queue import value
+from tests.db.queue import MiniWorker, add, statuses, value
 from tests.once.inside import worker_inside
 
 on_18 = pytest.mark.parametrize("server", ["pg18"], indirect=True)
+
+
+async def until(happens: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not happens():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_a_job_that_has_just_come_is_not_given_back() -> None:
@@ -169,3 +181,122 @@ async def test_there_are_partitions_before_the_first_claim(
     async with worker_inside(app, dsn):
         await asyncio.wait_for(ran.wait(), 10)
         assert await value(conn, "SELECT to_regclass(%s) IS NOT NULL", leaf)
+
+
+@on_18
+async def test_who_forgets_to_commit_a_cancellation_stops_no_other_job(
+    conn: psycopg.AsyncConnection, dsn: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = PgQueue()
+    go = asyncio.Event()
+
+    @app.job("long")
+    async def long(ctx: Context) -> None:
+        await go.wait()
+
+    @app.job("short")
+    async def short(ctx: Context) -> None:
+        pass
+
+    [[id]] = await (await conn.execute("INSERT INTO pgqueue.jobs (type) VALUES ('long') RETURNING id")).fetchall()
+    async with worker_inside(app, dsn, rescue_interval=5.0) as runtime:
+        await until(lambda: id in runtime.running)
+        async with await psycopg.AsyncConnection.connect(dsn) as operator:
+            await operator.execute("SELECT pgqueue.cancel_job(%s, 'lunch first')", [id])
+            go.set()
+            await until(lambda: id in runtime.finisher.ids())
+            await conn.execute("INSERT INTO pgqueue.jobs (type) SELECT 'short' FROM generate_series(1, 20)")
+            await until(lambda: runtime.finisher.completed == 20)
+            await until(lambda: runtime.finisher.held != [] and len(runtime.finisher) == 1)
+            await runtime.janitor.reconcile(conn, 0)
+            assert await statuses(conn) == {"running": 1, "completed": 20}, "what is kept is not given back"
+            pid = operator.info.backend_pid
+            await asyncio.sleep(LOOK_EVERY * 2.5)
+            await operator.commit()
+        await until(lambda: runtime.finisher.completed == 21)
+        assert runtime.finisher.lost == 0
+    told = [record.getMessage() for record in caplog.records if getattr(record, "event", "") == "job.held"]
+    assert len(told) == 1
+    assert f"jobs {id} " in told[0]
+    assert f"pg_terminate_backend({pid})" in told[0]
+
+
+@on_18
+@pytest.mark.parametrize("together", [True, False])
+async def test_whatever_the_outcomes_of_held_jobs_are_they_are_written_when_their_rows_are_free(
+    conn: psycopg.AsyncConnection, dsn: str, monkeypatch: pytest.MonkeyPatch, together: bool
+) -> None:
+    kinds = {
+        "completed": lambda *ended: finish.Completed(*ended, "1"),
+        "unstorable": lambda *ended: finish.Completed(*ended, '"\\u0000"'),
+        "failed": lambda *ended: finish.Failed(*ended, None, "error", "E", "no"),
+        "retried": lambda *ended: finish.Failed(*ended, 60.0, "error", "E", "no"),
+        "stopped": lambda *ended: finish.Failed(*ended, 60.0, "error", "E", "no"),
+        "cancelled": lambda *ended: finish.Cancelled(*ended),
+        "snoozed": lambda id, token, *_: finish.Snoozed(id, token, 60.0),
+        "stopped and snoozed": lambda id, token, *_: finish.Snoozed(id, token, 60.0),
+        "released": lambda id, token, *_: Lease(id, token),
+        "once": lambda *ended: finish.Completed(*ended, "1"),
+        "not once": lambda *ended: finish.Failed(*ended, 60.0, "error", "E", "no"),
+    }
+    looks, holders = [], finish.holders
+
+    async def counted(*args: Any) -> finish.Held:
+        looks.append(args)
+        return await holders(*args)
+
+    async def alone(*args: Any) -> None:
+        """Each kind of outcome finds out by itself that rows are held."""
+
+    monkeypatch.setattr(finish, "holders", counted)
+    if not together:
+        monkeypatch.setattr(Finisher, "_set_others_aside", alone)
+    types = [*kinds, *kinds]
+    ids = await add(conn, *(NewJob(type=type) for type in types))
+    worker = await MiniWorker(conn, threads=len(types)).register()
+    claimed = {job.id: job for job in await worker.claim()}
+    effects: dict[int, Effect] = {}
+    for id, type in zip(ids, types, strict=True):
+        if type.startswith("stopped"):
+            await control.cancel_job(conn, id)
+        if "once" in type:
+            effects[id] = Effect(f"key {id}", True, 60.0)
+            await begin_effect(conn, Lease(id, worker.tokens[id]), effects[id])
+    finisher = Finisher(Link(dsn, "finisher"), lambda seconds: None, lambda id, effect: None)
+    now = time.monotonic()
+    async with await psycopg.AsyncConnection.connect(dsn) as other:
+        held = ids[: len(kinds)]
+        await other.execute("SELECT FROM pgqueue.jobs_live WHERE id = ANY (%s) FOR UPDATE", [held])
+        for id, type in zip(ids, types, strict=True):
+            finisher.put(kinds[type](id, worker.tokens[id], now, now, 1), claimed[id], effects.get(id))
+        running = asyncio.create_task(finisher.run())
+        await until(lambda: finisher.ids() == set(held))
+        assert not together or time.monotonic() - now < 3, "one wait for all of them"
+        assert await value(conn, "SELECT count(*) FROM pgqueue.jobs_live WHERE status = 'running'") == len(held)
+        looked = len(looks)
+        await asyncio.sleep(LOOK_EVERY * 1.5)
+        assert len(looks) - looked <= 2
+        finisher.stop()
+        await asyncio.sleep(LOOK_SOON)
+        assert not running.done()
+        await other.rollback()
+        await asyncio.wait_for(running, 5)
+    await finisher.link.close()
+    assert (len(finisher), finisher.lost) == (0, 0)
+    rows = "SELECT type, array_agg(status::text ORDER BY id) FROM pgqueue.jobs GROUP BY 1"
+    ends = dict(await (await conn.execute(rows)).fetchall())
+    assert all(first == second for first, second in ends.values())
+    assert {type: first for type, (first, _) in ends.items()} == {
+        "completed": "completed",
+        "unstorable": "failed",
+        "failed": "failed",
+        "retried": "scheduled",
+        "stopped": "cancelled",
+        "cancelled": "cancelled",
+        "snoozed": "scheduled",
+        "stopped and snoozed": "cancelled",
+        "released": "pending",
+        "once": "completed",
+        "not once": "scheduled",
+    }
+    assert await value(conn, "SELECT count(*) FROM pgqueue.attempts") == 2 * 7, "none is written twice"
