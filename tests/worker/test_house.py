@@ -123,7 +123,7 @@ def no_chores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(janitor.Janitor, "_chores", none_today)
 
 
-async def until(conn: psycopg.AsyncConnection, condition: str) -> None:
+async def until_it_is(conn: psycopg.AsyncConnection, condition: str) -> None:
     async with asyncio.timeout(10):
         while not await value(conn, f"SELECT {condition}"):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -150,15 +150,15 @@ async def test_jobs_that_end_while_the_partition_of_their_day_is_made_are_comple
     leaf = f"pgqueue.jobs_finished_{await value(conn, TODAY)}"
     waits = "FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query ~ 'complete_jobs'"
     async with worker_inside(app, dsn):
-        await until(conn, "EXISTS (SELECT FROM pgqueue.workers)")
+        await until_it_is(conn, "EXISTS (SELECT FROM pgqueue.workers)")
         for type in app.types:
             await conn.execute(f"DROP TABLE {leaf}")
             async with await psycopg.AsyncConnection.connect(dsn) as janitor:
                 await janitor.execute("SELECT pgqueue.make_partitions()")
                 await conn.execute("INSERT INTO pgqueue.jobs (type) VALUES (%s)", [type])
-                await until(conn, f"EXISTS (SELECT {waits})")
+                await until_it_is(conn, f"EXISTS (SELECT {waits})")
                 await janitor.commit()
-            await until(conn, "NOT EXISTS (SELECT FROM pgqueue.jobs_live)")
+            await until_it_is(conn, "NOT EXISTS (SELECT FROM pgqueue.jobs_live)")
             done = "SELECT array_agg(status::text) FROM pgqueue.jobs WHERE type = %s"
             assert await value(conn, done, type) == ["completed"], type
     assert await value(conn, "SELECT count(*) FROM pgqueue.attempts") == 0
