@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import json
 import random
 import re
@@ -59,6 +60,10 @@ class RetryLater(JobSignal):
     def __init__(self, delay: float | timedelta, message: str = "") -> None:
         super().__init__(message or "the handler asked to be tried again later")
         self.delay = seconds(delay)
+
+    def __reduce__(self) -> Any:
+        # Not by __init__, whose arguments are not what is kept; those of subclasses may be any.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class GiveUp(JobSignal):
@@ -120,7 +125,7 @@ def failure(error: BaseException, retry: Retry, attempt: int) -> Failure:
     if (final := next((why for kind, why in FINAL.items() if isinstance(error, kind)), None)) is not None:
         reason = final
     elif isinstance(error, RetryLater):
-        delay = error.delay
+        delay = seconds(error.delay)
     elif isinstance(error, retry.give_up_on):
         reason = "gave_up"
     else:
@@ -141,7 +146,7 @@ def said(error: BaseException) -> str:
     """The error's own words; a __str__ that raises must not stop the job from ending."""
     try:
         return str(error) or type(error).__name__
-    except Exception:
+    except BaseException:
         return f"{type(error).__name__} (its message cannot be read)"
 
 

@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -133,6 +134,16 @@ async def run(
         # After a lost lease this worker may have claimed the same job again.
         if running.get(job.id) is attempt:
             del running[job.id]
+        if task.cancelling() and not executors.ending:
+            await forget_cancellation(task)
+
+
+async def forget_cancellation(task: asyncio.Task[Any]) -> None:
+    """The handler, or something that it used, cancelled the task that runs one job after the other."""
+    while task.cancelling():
+        task.uncancel()
+    with suppress(asyncio.CancelledError):
+        await asyncio.sleep(0)  # one that has not been raised yet
 
 
 async def outcome_of(
@@ -154,7 +165,7 @@ async def outcome_of(
         return Completed(ctx.id, ctx.lease_token, ctx.started, time.monotonic(), ctx.threads, text)
     except asyncio.CancelledError as error:
         attempt.take_back()
-        if attempt.task.cancelling():
+        if executors.ending and attempt.task.cancelling():
             raise
         if ctx._stop is not None:
             return stopped(job, ctx, ctx._stop, handler, unsure=handler.at_most_once)
@@ -260,7 +271,11 @@ def cancelled(ctx: Context, error: str) -> Cancelled:
 
 
 def failed(job: Claimed, lease_token: str, threads: int, started: float, error: BaseException, retry: Retry) -> Failed:
-    what = failure(error, retry, job.attempt + 1)
+    try:
+        what = failure(error, retry, job.attempt + 1)
+    except BaseException as worse:  # an error, or a rule for retries, of the handler's own making
+        text = f"{type(error).__name__}, which cannot be told: {said(worse)}"
+        what = failure(RuntimeError(text), Retry(), job.attempt + 1)
     return Failed(
         job.id,
         lease_token,

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from pgqueue.app import BoundJob, JobRef, JobType
 from pgqueue.context import Context
-from pgqueue.outcome import JobAbandoned, JobCancelled, JobTimeout, Snooze
+from pgqueue.outcome import JobAbandoned, JobCancelled, JobTimeout, Snooze, said
 
 STOP_GRACE = 1.0
 """Seconds that a handler has to end after it was asked to, before its process is killed."""
@@ -43,6 +43,7 @@ class Child:
         self.process.start()
         far.close()
         self.busy = False
+        self.spoilt = False
         self._runs = 0
         self._killed_for: BaseException | None = None
         self._sending = threading.Lock()
@@ -69,21 +70,27 @@ class Child:
             "threads": ctx.threads,
         }
         self._runs += 1
+        over = False
         try:
             self._send(("run", handler, about, arguments))
             while True:
-                kind, value = self.pipe.recv()
+                kind, value = self._receive()
                 if kind in ("returned", "raised", "stopped"):
+                    over = True
                     break
                 if kind == "started":
                     started()
                     continue
                 self._serve(host, ctx, kind, value)
         except (EOFError, OSError) as error:
-            self.process.join(5)
+            self._wait_for_end(5)
             if self._killed_for is not None:
                 raise self._killed_for from None
             raise ChildDied(f"the process that ran the job ended with {ending(self.process.exitcode)}") from error
+        finally:
+            if not over:
+                # Whatever it still has to say is about this job: nobody else may take it for an answer.
+                self.spoil()
         if kind == "stopped" and ctx._stop is not None:
             raise ctx._stop
         if kind != "returned":
@@ -95,7 +102,9 @@ class Child:
             host.report_progress(ctx, value)
             return
         if kind == "log":
-            logging.getLogger(value["name"]).handle(logging.makeLogRecord(value))
+            with contextlib.suppress(Exception):  # a field that cannot be read is not worth the job, either
+                record = logging.makeLogRecord(pickle.loads(value))
+                logging.getLogger(record.name).handle(record)
             return
         method, arguments = value
         try:
@@ -126,15 +135,40 @@ class Child:
             self.kill()
 
     def kill(self) -> None:
-        self.process.kill()
+        with contextlib.suppress(ValueError):  # it is closed already
+            self.process.kill()
+
+    def spoil(self) -> None:
+        """It runs no other job."""
+        self.spoilt = True
+        self.kill()
+
+    def _receive(self) -> Any:
+        # A process that the handler started may hold the other end as well: it counts for nothing when ours is gone.
+        while not self.pipe.poll(0.5):
+            if not self.process.is_alive() and not self.pipe.poll(0):
+                raise EOFError
+        try:
+            return self.pipe.recv()
+        except (EOFError, OSError):
+            raise
+        except Exception as error:
+            # Not the handler's own error: it goes on, and nobody knows how far it has come.
+            raise ChildDied(f"the process that ran the job said what cannot be read: {error}") from error
+
+    def _wait_for_end(self, seconds: float) -> None:
+        """Not join, which waits for all who inherited the child's end of a pipe."""
+        deadline = time.monotonic() + seconds
+        while self.process.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.005)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self.pipe.close()
-        self.process.join(1)
+        self._wait_for_end(1)
         if self.process.is_alive():
             self.process.kill()
-            self.process.join(5)
+            self._wait_for_end(5)
         self.process.close()
 
     def _send(self, message: Any) -> None:
@@ -164,7 +198,7 @@ class Children:
     def give_back(self, child: Child) -> None:
         child.busy = False
         # One that was told to stop may still be told so by a timer, or may be half dead.
-        if child.process.is_alive() and child._killed_for is None:
+        if child.process.is_alive() and child._killed_for is None and not child.spoilt:
             self.idle.append(child)
         else:
             self._drop(child)
@@ -251,14 +285,14 @@ class LogToWorker(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         told = {key: value for key, value in vars(record).items() if key not in ("args", "exc_info", "exc_text")}
         with contextlib.suppress(Exception):  # a field that cannot be sent is not worth the job
-            self.host.send("log", told | {"msg": record.getMessage(), "args": ()})
+            self.host.send("log", pickle.dumps(told | {"msg": record.getMessage(), "args": ()}))
 
 
 def serve(pipe: Connection) -> None:
     """The child's main loop: ends when the worker does, however that ends."""
-    # Signals may reach the whole group; the worker decides what they mean for its children.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_signals()
+    # What a handler forks must not keep the worker from seeing that this process has ended.
+    os.register_at_fork(after_in_child=pipe.close)
     jobs: queue.Queue[Any] = queue.Queue()
     answers: queue.Queue[Any] = queue.Queue()
     host = ChildHost(pipe, answers)
@@ -323,8 +357,22 @@ def die_with_parent() -> None:
         os._exit(0)
 
     threading.Thread(target=wait, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ignore_signals()
+
+
+def ignore_signals() -> None:
+    """Signals may reach the whole group; the worker decides what they mean for its children. But the processes that a
+    handler starts must heed them: SIG_IGN would be inherited, and terminate() would not end them."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: None)
+    os.register_at_fork(after_in_child=heed_signals)
+
+
+def heed_signals() -> None:
+    """In a forked process: signals are its own again."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def sendable(error: BaseException) -> BaseException:
@@ -334,7 +382,7 @@ def sendable(error: BaseException) -> BaseException:
         error.add_note("in the child process:\n" + lines)
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return RemoteError(f"{type(error).__name__}: {error}\n{lines}")
+        return RemoteError(f"{type(error).__name__}: {said(error)}\n{lines}")
     return error
 
 

@@ -27,6 +27,8 @@ class Executors:
         self.once = once
         self.threads = ThreadPoolExecutor(threads, thread_name_prefix="job")
         self.children = Children()
+        self.ending = False
+        """Whether a cancellation is meant for the worker."""
 
     def call(
         self, handler: JobType[..., Any], attempt: Attempt, arguments: dict[str, Any]
@@ -58,13 +60,20 @@ class Executors:
         def started() -> None:
             loop.call_soon_threadsafe(start_timer)
 
+        call = partial(child.run, handler, attempt.ctx, arguments, self.host, started)
+        running = self.threads.submit(as_in_coroutine, call)
         try:
-            call = partial(child.run, handler, attempt.ctx, arguments, self.host, started)
-            return await loop.run_in_executor(self.threads, as_in_coroutine, call)
+            return await asyncio.wrap_future(running)
         finally:
+            attempt.on_stop = lambda why: None  # the process may run another job by then
             for timer in timers:
                 timer.cancel()
-            self.children.give_back(child)
+            if running.done():
+                self.children.give_back(child)
+            else:
+                # A middleware does not wait any more; its thread still does.
+                child.spoil()
+                running.add_done_callback(lambda _: loop.call_soon_threadsafe(self.children.give_back, child))
 
     def close(self) -> None:
         self.children.close()

@@ -36,6 +36,7 @@ from pgqueue.outcome import JobAbandoned, JobCancelled
 from pgqueue.settings import Settings
 from pgqueue.worker import attempt
 from pgqueue.worker.attempt import Attempt
+from pgqueue.worker.children import heed_signals
 from pgqueue.worker.claimer import Claimer
 from pgqueue.worker.executors import Executors
 from pgqueue.worker.finisher import Finisher
@@ -271,6 +272,7 @@ class Runtime:
             text = f"{len(self.finisher)} outcomes could not be written: their jobs will be rescued"
             say(logger, logging.ERROR, "worker.unwritten", text)
         self.heartbeat.stop()
+        self.executors.ending = True
         for task in tasks:
             task.cancel()
         # A coroutine that ignores its cancellation is left behind, too.
@@ -454,8 +456,16 @@ def run(runtime: Runtime) -> int:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+    os.register_at_fork(after_in_child=heed_signals)
+    task = loop.create_task(main())
     try:
-        loop.run_until_complete(main())
+        while not task.done():
+            try:
+                loop.run_until_complete(task)
+            except (SystemExit, KeyboardInterrupt):
+                # Of a task that a handler made: whoever waits for that one is told, and nobody else is concerned.
+                if task.done():
+                    raise
     except PgQueueError:
         raise
     except BaseException:

@@ -65,6 +65,7 @@ async def _executors(dsn: str) -> AsyncIterator[Executors]:
     host = WorkerHost(dsn, CHUNKS, "test")
     host.loop = asyncio.get_running_loop()
     executors = Executors(CHUNKS, host, Once(host, None))
+    executors.ending = True  # the task is the test's own
     try:
         yield executors
     finally:

@@ -4,7 +4,9 @@ What they did is in the table `effects`, which has no unique constraint: a job t
 """
 
 import asyncio
+import multiprocessing
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -60,6 +62,18 @@ async def traced_inside(ctx: Context, call_next: Callable[[], Awaitable[Any]]) -
     return {"wrapped": result}
 
 
+@app.middleware
+async def meddling(ctx: Context, call_next: Callable[[], Awaitable[Any]]) -> Any:
+    async with asyncio.timeout(0.3 if ctx.type == "impatient" else None):
+        result = await call_next()
+    if ctx.type == "followed":
+        await effect(ctx, "followed")
+        while True:
+            ctx.check()
+            await asyncio.sleep(0.02)
+    return result
+
+
 # Work
 
 
@@ -105,6 +119,25 @@ def nap_in_process(ctx: Context, seconds: float = 0) -> int:
     return os.getpid()
 
 
+@app.job(executor="process", retry=Retry(1))
+def id_in_process(ctx: Context, seconds: float = 0) -> int:
+    time.sleep(seconds)
+    return ctx.id
+
+
+@app.job(executor="process", retry=Retry(1))
+def impatient(ctx: Context) -> str:
+    """A middleware does not wait for it."""
+    time.sleep(2)
+    return "too late"
+
+
+@app.job(executor="process")
+def followed(ctx: Context) -> None:
+    """A middleware goes on after it, until it is told to stop."""
+    effect_sync(ctx)
+
+
 @app.job
 async def block_the_loop(ctx: Context, seconds: float) -> None:
     time.sleep(seconds)  # noqa: ASYNC251 - it is what many handlers do
@@ -138,10 +171,21 @@ class Unreadable(Exception):
         raise RuntimeError("no words")
 
 
+class Rude(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(1)
+
+
+class Forgetful(RetryLater):
+    def __init__(self, why: str) -> None:
+        Exception.__init__(self, why)
+
+
 RAISED: dict[str, Callable[[], BaseException]] = {
     "nul": lambda: ValueError("a NUL \0 and half a \ud800 pair"),
     "long": lambda: ValueError("x" * 10_000_000),
     "unreadable": Unreadable,
+    "rude": Rude,
     "exit": lambda: SystemExit(3),
     "interrupt": KeyboardInterrupt,
     "stop_iteration": lambda: StopIteration("empty"),
@@ -165,6 +209,59 @@ def throw_in_thread(ctx: Context, what: str) -> None:
 @app.job(retry=Retry(1), executor="process")
 def throw_in_process(ctx: Context, what: str) -> None:
     raise RAISED[what]()
+
+
+@app.job(retry=Retry(1))
+async def cancel_itself(ctx: Context) -> None:
+    this_task().cancel()
+    await asyncio.sleep(1)
+
+
+@app.job
+async def cancel_quietly(ctx: Context) -> int:
+    """As libraries did before Python 3.11: cancel, catch, say nothing."""
+    before = this_task().cancelling()
+    asyncio.get_running_loop().call_later(0.3, this_task().cancel)
+    with suppress(asyncio.CancelledError):
+        await asyncio.sleep(1)
+    return before
+
+
+def this_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
+
+
+@app.job(retry=Retry(1))
+async def exit_in_a_subtask(ctx: Context) -> None:
+    async def exits() -> None:
+        sys.exit(3)
+
+    await asyncio.gather(exits())
+
+
+@app.job(retry=Retry(1))
+async def forget_super(ctx: Context) -> None:
+    raise Forgetful("no super().__init__")
+
+
+class TwoWords(Exception):
+    """It can be pickled, and not be unpickled: so are many exceptions."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(text)
+
+
+@app.job(retry=Retry(1), executor="process")
+def log_in_riddles(ctx: Context) -> int:
+    ctx.log("the first try failed", error=TwoWords(7, "no"))
+    return ctx.id
+
+
+@app.job(retry=Retry(1), executor="process")
+def ask_in_riddles(ctx: Context) -> None:
+    ctx.map_chunks_sync(add_up, [TwoWords(7, "no")])  # type: ignore[arg-type, list-item]
 
 
 class Opaque:
@@ -232,6 +329,40 @@ def abort_in_process(ctx: Context) -> None:
 @app.job(executor="process", retry=fast)
 def exit_in_process(ctx: Context) -> None:
     os._exit(0)
+
+
+def nap_in_fork(ready: Any) -> None:
+    ready.set()
+    time.sleep(20)
+
+
+@app.job(retry=Retry(1))
+def end_helpers_in_thread(ctx: Context) -> list[int | None]:
+    """Starts processes of its own and ends them."""
+    forking = multiprocessing.get_context("fork")
+    ready = forking.Event()
+    fork, command = forking.Process(target=nap_in_fork, args=(ready,)), subprocess.Popen(["sleep", "20"])
+    fork.start()
+    ready.wait(10)
+    fork.terminate()
+    fork.join(10)
+    command.terminate()
+    return [fork.exitcode, command.wait(10)]
+
+
+@app.job(retry=Retry(1), executor="process")
+def end_helpers_in_process(ctx: Context) -> list[int | None]:
+    return end_helpers_in_thread.fn(ctx)
+
+
+@app.job(retry=Retry(1), executor="process", timeout=0.3)
+def fork_and_hang(ctx: Context, path: str) -> None:
+    if os.fork() == 0:
+        until = time.monotonic() + 30
+        while not told_to_end(path) and time.monotonic() < until:
+            time.sleep(0.05)
+        os._exit(0)
+    time.sleep(60)
 
 
 @app.job

@@ -4,6 +4,8 @@ The tests of this file share two workers, one with the sample app and one with t
 pauses between attempts, is begun with them and looked at in the end.
 """
 
+import re
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -155,6 +157,7 @@ def test_a_welcome_mail(db: Database, shared: tuple[Database, Fleet], mailbox: t
         ("nul", "ValueError", "a NUL \\x00 and half a \\ud800 pair"),
         ("long", "ValueError", "xxx"),
         ("unreadable", "sample_app.Unreadable", "cannot be read"),
+        ("rude", "sample_app.Rude", "cannot be read"),
         ("exit", "SystemExit", "3"),
         ("interrupt", "KeyboardInterrupt", "KeyboardInterrupt"),
         ("stop_iteration", None, "StopIteration"),
@@ -171,7 +174,7 @@ def test_whatever_is_raised_ends_that_job_alone(
     job = db.wait_for(id, "failed")
     assert says in f"{job['error_type']} {job['error']}"
     assert len(job["error"]) < 5_000
-    if error_type and what != "unreadable":
+    if error_type:
         assert job["error_type"] == error_type
     (attempt,) = db.attempts(id)
     assert (attempt["reason"], attempt["outcome"], attempt["attempt"]) == ("error", "failed", 1)
@@ -180,6 +183,29 @@ def test_whatever_is_raised_ends_that_job_alone(
     # The traceback leads to the handler, wherever it ran.
     assert "sample_app.py" in attempt["traceback"]
     assert len(attempt["traceback"]) < 40_000
+
+
+@pytest.mark.parametrize(
+    ("type", "says"),
+    [
+        ("cancel_itself", "CancelledError"),
+        ("exit_in_a_subtask", "SystemExit"),
+        ("forget_super", "Forgetful, which cannot be told: .* has no attribute 'delay'"),
+    ],
+)
+def test_a_handler_does_not_end_its_worker(db: Database, sample: WorkerProcess, type: str, says: str) -> None:
+    job = db.wait_for(db.add(type, max_attempts=1), "failed")
+    assert re.search(says, f"{job['error_type']}: {job['error']}")
+    db.wait_for_all(db.add_many("nap", [{}] * 8), "completed")
+    assert sample.process.poll() is None
+
+
+def test_a_handler_that_cancels_itself_leaves_no_trace(db: Database) -> None:
+    """Its task runs the next job, too."""
+    for _ in range(2):
+        ids = db.add_many("cancel_quietly", [{}] * 8)
+        db.wait_for_all(ids, "completed")
+        assert [db.job(id)["result"] for id in ids] == [0] * 8
 
 
 @pytest.mark.parametrize("place", ["give", "give_in_thread", "give_in_process"])
@@ -230,6 +256,36 @@ def test_a_process_that_dies_takes_only_its_own_job_along(
     db.wait_for_all(beside, "completed")
     assert {db.job(each)["attempt"] for each in beside} == {1}
     assert sample.process.poll() is None
+
+
+@pytest.mark.parametrize("type", ["end_helpers_in_thread", "end_helpers_in_process"])
+def test_a_handler_may_have_processes_of_its_own_and_end_them(db: Database, sample: WorkerProcess, type: str) -> None:
+    assert db.wait_for(db.add(type), "completed")["result"] == [-signal.SIGTERM] * 2
+    assert not sample.events("worker.stopping")
+
+
+def test_a_killed_process_frees_its_slot_though_its_fork_lives(db: Database, tmp_path: Path) -> None:
+    id = db.add("fork_and_hang", {"path": str(tmp_path / "end")}, max_attempts=1)
+    try:
+        assert "timeout" in db.wait_for(id, "failed")["error"]
+    finally:
+        (tmp_path / "end").touch()
+
+
+def test_what_cannot_be_read_stays_with_its_job(db: Database) -> None:
+    """It is no answer to another job that the same process is given next."""
+    id = db.add("log_in_riddles")
+    assert db.wait_for(id, "completed")["result"] == id
+    assert "cannot be read" in db.wait_for(db.add("ask_in_riddles", max_attempts=1), "failed")["error"]
+    for id in [db.add("id_in_process") for _ in range(3)]:
+        assert db.wait_for(id, "completed")["result"] == id
+
+
+def test_a_process_that_nobody_waits_for_any_more_gets_no_other_job(db: Database) -> None:
+    job = db.wait_for(db.add("impatient", max_attempts=1), "failed")
+    assert job["error_type"] == "TimeoutError"
+    for id in [db.add("id_in_process", {"seconds": 1}) for _ in range(2)]:
+        assert db.wait_for(id, "completed")["result"] == id
 
 
 def test_chunks_that_die_fail_their_job_and_no_other(db: Database) -> None:
@@ -409,6 +465,16 @@ def test_cancelling_one_job_does_not_harm_the_next_in_the_same_process(db: Datab
     db.cancel(id)
     db.wait_for(id, "cancelled")
     db.wait_for_all(db.add_many("nap_in_process", [{"seconds": 1.3}] * 2), "completed")
+
+
+def test_a_cancellation_during_a_middleware_does_not_harm_the_next_in_the_same_process(db: Database) -> None:
+    first = db.add("followed")
+    db.wait_for_effect(first, "followed")
+    second = db.add("wait_in_process", {"seconds": 1})
+    assert db.wait_for_effect(second, "started")["pid"] == db.wait_for_effect(first)["pid"]
+    db.cancel(first)
+    db.wait_for(first, "cancelled")
+    db.wait_for(second, "completed")
 
 
 def test_a_cancelled_job_that_fails_is_not_tried_again(db: Database) -> None:

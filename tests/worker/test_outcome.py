@@ -1,6 +1,7 @@
 """From what a handler raised to what becomes of its job: pauses, reasons, and texts that can be stored."""
 
 import math
+import pickle
 from datetime import timedelta
 from typing import Any
 
@@ -74,6 +75,18 @@ def test_a_handler_may_say_when() -> None:
     assert failure(RetryLater(7.5), Retry(), 3).delay == 7.5
     assert failure(RetryLater(timedelta(minutes=2)), Retry(), 3).delay == 120
     assert Snooze(timedelta(seconds=3)).seconds() == 3
+
+
+class Busy(RetryLater):
+    def __init__(self) -> None:
+        super().__init__(3, "busy")
+
+
+def test_when_survives_the_way_from_a_process() -> None:
+    for error in (RetryLater(7.5, "not yet"), Busy()):
+        error.add_note("where")
+        back = pickle.loads(pickle.dumps(error))
+        assert (type(back), back.delay, str(back), back.__notes__) == (type(error), error.delay, str(error), ["where"])
 
 
 def test_errors_are_named_as_people_know_them() -> None:
