@@ -85,6 +85,9 @@ class Claimer:
     def ran(self, seconds: float) -> None:
         """A job ended after so many seconds, and its slots are free."""
         self.mean_run = seconds if self.mean_run is None else self.mean_run + (seconds - self.mean_run) / 16
+        self.look_for_room()
+
+    def look_for_room(self) -> None:
         if not self._room.is_set() and self._wanted() > 0:
             self._room.set()
 

@@ -368,9 +368,13 @@ class Runtime:
             await asyncio.sleep(STALE_AFTER / 2)
             busy = not self.slots.free
             since = time.monotonic() - self.slots.moved
-            if since > STALE_AFTER and (self.slots.small or len(self.slots.suspects) > 1):
+            if since > STALE_AFTER and self.slots.small:
                 self.claimer.mean_run = since
                 self._give_back_waiting(big=False)
+            elif self.slots.suspects_wait() > STALE_AFTER:
+                for job, lease_token in self.slots.remove({entry[0].id for entry in self.slots.suspects}):
+                    self.finisher.put(Lease(job.id, lease_token), job)
+            self.claimer.look_for_room()
             if self.parent is not None and os.getppid() != self.parent and not self.stopping:
                 say(logger, logging.WARNING, "supervisor.died", "the supervisor is gone")
                 self.stop()

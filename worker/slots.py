@@ -24,8 +24,9 @@ class Slots:
         self.free = threads
         self.small: deque[tuple[Claimed, str]] = deque()
         self.big: deque[tuple[Claimed, str, float]] = deque()
-        self.suspects: deque[tuple[Claimed, str]] = deque()
+        self.suspects: deque[tuple[Claimed, str, float]] = deque()
         self.suspect_runs = False
+        self._suspect_since = 0.0
         self.moved = time.monotonic()
         """When a job last came here or was started."""
         self._sleepers: deque[asyncio.Future[None]] = deque()
@@ -42,7 +43,7 @@ class Slots:
     def room(self) -> int:
         """How many more jobs could start at once. The first big one that waits does not count: it may be passed, until
         slots are kept for it."""
-        free = 0 if self._kept() else self.free
+        free = 0 if self._kept() or self._kept_for_suspect() else self.free
         return free - len(self.small) - len(self.suspects) - max(0, len(self.big) - 1)
 
     def demand(self, job: Claimed) -> int:
@@ -53,7 +54,7 @@ class Slots:
         self.moved = time.monotonic()
         for job in jobs:
             if job.suspect:
-                self.suspects.append((job, lease_token))
+                self.suspects.append((job, lease_token, time.monotonic()))
             elif job.thread_demand > 1 and self.demand(job) > 1:
                 self.big.append((job, lease_token, time.monotonic()))
             else:
@@ -65,9 +66,12 @@ class Slots:
         if not self.free:
             return None
         if self.suspects and not self.suspect_runs and self.demand(self.suspects[0][0]) <= self.free:
-            job, token = self.suspects.popleft()
+            job, token, _ = self.suspects.popleft()
             self.suspect_runs = True
+            self._suspect_since = time.monotonic()
             return self._use(job, token)
+        if self._kept_for_suspect():
+            return None
         if self.big:
             job, token, _ = self.big[0]
             if self.demand(job) <= self.free and not (self.small and self.small[0][0].priority > job.priority):
@@ -91,7 +95,7 @@ class Slots:
     def clear(self, *, big: bool = True) -> list[tuple[Claimed, str]]:
         """Takes out the waiting jobs, all of them or all but the big ones, which would lose the time that they have
         waited; answers with the jobs and their tokens."""
-        waiting = [*self.suspects, *self.small]
+        waiting = [*((job, token) for job, token, _ in self.suspects), *self.small]
         self.small.clear()
         self.suspects.clear()
         if big:
@@ -122,6 +126,16 @@ class Slots:
     def _kept(self) -> bool:
         """Whether the first big one has waited for so long that what gets free is its own."""
         return bool(self.big) and time.monotonic() - self.big[0][2] > PASS_FOR
+
+    def _kept_for_suspect(self) -> bool:
+        """Whether the first suspect, which may be big, has waited for so long."""
+        return bool(self.suspects) and not self.suspect_runs and time.monotonic() - self.suspects[0][2] > PASS_FOR
+
+    def suspects_wait(self) -> float:
+        """For how long a suspect has waited for the one that runs."""
+        if not self.suspects or not self.suspect_runs:
+            return 0.0
+        return time.monotonic() - max(self.suspects[0][2], self._suspect_since)
 
     def _use(self, job: Claimed, token: str) -> tuple[Claimed, str, int]:
         slots = self.demand(job)

@@ -18,8 +18,9 @@ def job(demand: int = 1, *, lost: int = 0, priority: int = 0) -> Claimed:
 
 
 def age(pool: Slots, seconds: float) -> None:
-    """As if the big ones had waited for so much longer."""
+    """As if the big ones and the suspects had waited for so much longer."""
     pool.big = deque((job, token, since - seconds) for job, token, since in pool.big)
+    pool.suspects = deque((job, token, since - seconds) for job, token, since in pool.suspects)
 
 
 def offered(threads: int, *jobs: Claimed) -> Slots:
@@ -116,6 +117,21 @@ def test_a_suspect_may_be_big() -> None:
     assert taken(pool) is None
     pool.give_back(small, 1)
     assert taken(pool) == (suspect.id, 3)
+
+
+def test_a_big_suspect_is_not_passed_for_ever() -> None:
+    first, suspect = job(), job(2, lost=1)
+    small = [job() for _ in range(2)]
+    pool = offered(2, first)
+    assert taken(pool) == (first.id, 1)
+    pool.offer([suspect, *small], "token")
+    assert taken(pool) == (small[0].id, 1)
+    pool.give_back(small[0], 1)
+    age(pool, PASS_FOR + 1)
+    assert taken(pool) is None
+    assert pool.room < 0
+    pool.give_back(first, 1)
+    assert taken(pool) == (suspect.id, 2)
 
 
 def test_whoever_waits_can_be_sent_away() -> None:
