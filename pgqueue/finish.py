@@ -216,6 +216,10 @@ async def owned(conn: Connection, jobs: Sequence[Lease]) -> set[int]:
     return await ids(conn, SQL.owned, leases(jobs))
 
 
+async def still_leased(conn: Connection, jobs: Sequence[Lease]) -> set[int]:
+    return await ids(conn, SQL.still_leased, leases(jobs))
+
+
 async def ended(conn: Connection, jobs: Sequence[Lease]) -> set[int]:
     """Which jobs were ended under these very leases."""
     return await ids(conn, SQL.ended, leases(jobs))

@@ -56,6 +56,8 @@ class Janitor:
         known: Callable[[], set[int]],
         cancel: Callable[[Iterable[int]], None],
         ready: Callable[[], None],
+        running: Callable[[], list[Lease]] = list,
+        lost: Callable[[list[Lease]], None] = lambda leases: None,
     ) -> None:
         self.link = link
         self.worker_id = worker_id
@@ -65,6 +67,9 @@ class Janitor:
         self.known = known
         """The jobs that this worker knows to be its own."""
         self.cancel = cancel
+        self.running = running
+        self.lost = lost
+        """Told which leases of those that run are lost."""
         self.ready = ready
         """Told when there may be something to claim."""
         self.due = promote.DueFloor()
@@ -148,6 +153,9 @@ class Janitor:
         if now >= self._next_reconcile:
             self._next_reconcile = now + RECONCILE_AFTER
             await self.reconcile(conn, RECONCILE_AFTER)
+            if running := self.running():
+                stand = await finish.still_leased(conn, running)
+                self.lost([lease for lease in running if lease.id not in stand])
         if now >= self._next_chores:
             try:
                 await self._chores(conn, now)

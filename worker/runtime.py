@@ -148,6 +148,8 @@ class Runtime:
             known=self._known,
             cancel=self._cancel,
             ready=self._ready,
+            running=self._leases,
+            lost=self._lost,
         )
         self.finisher = Finisher(Link(self.dsn, f"pgqueue-finish {name}"), self.janitor.due_in, self.once.remember)
         self.claimer = Claimer(
@@ -393,6 +395,18 @@ class Runtime:
         now = time.monotonic()
         for job, lease_token in self.slots.remove(set(ids)):
             self.finisher.put(finish.Cancelled(job.id, lease_token, now, now, 0, str(why)), job)
+
+    def _leases(self) -> list[Lease]:
+        return [Lease(one.job.id, one.ctx.lease_token) for one in self.running.values() if not one.ctx._written]
+
+    def _lost(self, leases: list[Lease]) -> None:
+        for lease in leases:
+            one = self.running.get(lease.id)
+            if one is None or one.ctx.lease_token != lease.lease_token:
+                continue
+            # The handler's own transaction ends the lease, too, or is refused.
+            if not one.ctx._written and not one.ctx._in_transaction:
+                one.stop(JobAbandoned("the lease is lost"))
 
     # Messages
 

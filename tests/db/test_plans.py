@@ -243,6 +243,13 @@ async def owned(actor: Actor) -> AsyncIterator[None]:
 
 
 @operation
+async def still_leased(actor: Actor) -> AsyncIterator[None]:
+    jobs = await actor.leases()
+    yield
+    assert len(await finish.still_leased(actor.conn, jobs)) == BATCH
+
+
+@operation
 async def ended(actor: Actor) -> AsyncIterator[None]:
     jobs = await actor.leases()
     await finish.complete(actor.conn, [finish.Completed(job.id, job.lease_token, 0.0, 0.0, 1, None) for job in jobs])

@@ -1,5 +1,6 @@
 """Workers that die, hang, come back from the dead, or take too long to be believed alive."""
 
+import asyncio
 import os
 import random
 import signal
@@ -9,9 +10,10 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from pgqueue import workers
+from pgqueue import Context, PgQueue, workers
 from pgqueue.rescue import rescue
 from tests.db.queue import MiniWorker
+from tests.once.inside import worker_inside
 from tests.worker.processes import LEASE, RESCUE, Database, Fleet, wait, worker_id
 
 pytestmark = pytest.mark.parametrize("server", ["pg18"], indirect=True)
@@ -45,6 +47,37 @@ def test_jobs_of_a_killed_worker_are_done_by_another_in_time_and_once(db: Databa
     assert db.values("SELECT state FROM pgqueue.workers WHERE id = %s", gone[0]) == ["unavailable"]
     third.signal(signal.SIGTERM)
     third.signal(signal.SIGTERM)
+
+
+async def test_a_handler_is_told_that_its_lease_is_lost(
+    conn: psycopg.AsyncConnection, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pgqueue.worker.janitor.RECONCILE_AFTER", 0.2)
+    app = PgQueue()
+    told, started, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    @app.job
+    async def loses(ctx: Context) -> None:
+        started.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            told.set()
+
+    @app.job
+    async def writes(ctx: Context) -> None:
+        async with ctx.transaction():
+            pass
+        await told.wait()
+        await asyncio.sleep(1)  # its lease is gone as well, and that is as it should be
+        ended.set()
+
+    async with worker_inside(app, dsn), asyncio.timeout(20):
+        await conn.execute("INSERT INTO pgqueue.jobs (type) VALUES ('loses'), ('writes')")
+        await started.wait()
+        await conn.execute("UPDATE pgqueue.jobs_live SET lease_token = gen_random_uuid() WHERE type = 'loses'")
+        await told.wait()
+        await ended.wait()
 
 
 async def test_a_worker_that_comes_back_after_its_lease_is_refused(
