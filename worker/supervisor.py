@@ -17,6 +17,8 @@ SETTLED = 10.0
 """One that ran for so many seconds is restarted at once; one that dies sooner waits, longer each time."""
 LONGEST_PAUSE = 30.0
 NEVER = float("inf")
+ORDERLY = 83
+"""The exit code of a worker that ended because it was told to. Not 0: any handler can end its process with that."""
 
 
 @dataclass
@@ -53,7 +55,7 @@ def supervise(commands: dict[str, list[str]]) -> int:
         if over and all(member.process is None or member.process.poll() is not None for member in members):
             codes = [member.process.returncode for member in members if member.process is not None]
             # One that was stopped before it could listen to signals ended as it should, too.
-            return max((abs(code) for code in codes if code != -signal.SIGTERM), default=0)
+            return max((abs(code) for code in codes if code not in (-signal.SIGTERM, ORDERLY)), default=0)
         time.sleep(0.05)
 
 
@@ -61,7 +63,7 @@ def _keep_running(member: Member) -> None:
     now = time.monotonic()
     if member.process is not None and member.process.poll() is not None:
         code, member.process = member.process.returncode, None
-        if code == 0:
+        if code == ORDERLY:
             # It was told to drain: that is not a death.
             member.restart_at = NEVER
             say(logger, logging.INFO, "worker.ended", f"{member.name} has ended", name=member.name)
@@ -74,5 +76,11 @@ def _keep_running(member: Member) -> None:
         say(logger, logging.ERROR, "worker.died", text, name=member.name, code=code)
     if member.process is None and now >= member.restart_at:
         # A group of its own: Ctrl-C in the terminal reaches this process, which passes it on once.
-        member.process = subprocess.Popen(member.command, start_new_session=True)
+        try:
+            member.process = subprocess.Popen(member.command, start_new_session=True)
+        except OSError as error:  # no memory, or too many processes, for now
+            member.pause = min(max(member.pause * 2, 0.5), LONGEST_PAUSE)
+            member.restart_at = now + member.pause
+            text = f"{member.name} cannot be started: {error}; tried again in {member.pause:g} s"
+            say(logger, logging.ERROR, "worker.died", text, name=member.name)
         member.started = now

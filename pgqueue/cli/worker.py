@@ -48,13 +48,14 @@ def command(
         return
     from pgqueue.worker.load import load_apps
     from pgqueue.worker.runtime import Runtime, exit_now, run
+    from pgqueue.worker.supervisor import ORDERLY
 
     app = load_apps(apps or ["pgqueue.worker.jobs"])
     with database(settings, directory) as dsn:
         runtime = Runtime(app, dsn, settings, threads=threads, queues=names, name=name, parent=parent)
         log.set_up(settings.log, runtime.worker.name, log_level)
         code = run(runtime)
-    exit_now(code)
+    exit_now(ORDERLY if code == 0 and parent is not None else code)
 
 
 def _supervise(

@@ -158,6 +158,9 @@ def test_a_dead_child_is_started_again_and_none_outlives_the_supervisor(db: Data
     wait(lambda: db.is_idle("w-1"), "it is ready")
     ids = db.add_many("work", [{"seconds": 0.2}] * 8)
     db.wait_for_all(ids, "completed")
+    # One that was told to end is not.
+    db.run("UPDATE pgqueue.workers SET draining = true WHERE id = %s", before["w-2"]["id"])
+    assert wait(lambda: supervisor.events("worker.ended"), "it has drained")[0]["name"] == "w-2"
     supervisor.kill()
     wait(lambda: not fleet.members(), "its workers have ended", 10)
 
