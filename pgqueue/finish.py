@@ -33,7 +33,7 @@ from pgqueue.wake import wake
 
 logger = logging.getLogger("pgqueue.finish")
 
-UNSTORABLE = (pg.DataError, pg.CheckViolation, pg.ProgramLimitExceeded, pg.StatementTooComplex, UnicodeEncodeError)
+UNSTORABLE = (pg.DataError, pg.IntegrityError, pg.ProgramLimitExceeded, pg.StatementTooComplex, UnicodeEncodeError)
 LONGEST_DELAY = 10 * 365 * 86400.0
 """Seconds. What a handler asks for may be infinite or not a number; a job's run_at may not."""
 PATIENCE = "500ms"
@@ -110,6 +110,11 @@ def unstorable(job: Completed, error: Exception) -> Failed:
     return Failed(job.id, job.lease_token, job.started, job.ended, job.threads, None, "bad_result", "BadResult", text)
 
 
+def untellable(job: Failed, error: Exception) -> Failed:
+    text = f"the error cannot be stored: {error}"
+    return replace(job, error_type=type(error).__name__, error=text, traceback=None)
+
+
 async def fail(conn: Connection, jobs: Sequence[Failed], held: Held | None = None) -> dict[int, Fate]:
     fates: dict[int, Fate] = {}
 
@@ -128,9 +133,7 @@ async def fail(conn: Connection, jobs: Sequence[Failed], held: Held | None = Non
         return set(answered)
 
     async def mend(job: Failed, error: Exception) -> set[int]:
-        text = f"the error cannot be stored: {error}"
-        mended = replace(job, error_type=type(error).__name__, error=text, traceback=None)
-        return await unless_held(conn, send, [mended], held)
+        return await unless_held(conn, send, [untellable(job, error)], held)
 
     await isolating(conn, send, mend, jobs, held)
     if left := [job for job in jobs if job.id not in fates and job.id not in (held or ())]:

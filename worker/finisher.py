@@ -84,6 +84,8 @@ async def settle(
     except finish.UNSTORABLE as error:
         if is_overtaken(error):
             raise
+        if isinstance(outcome, Failed) and outcome.error_type != type(error).__name__:
+            return await settle(conn, finish.untellable(outcome, error), effect, held)
         if not isinstance(outcome, Completed):
             # Its row is beyond repair: without the effect, so that it is told of and holds up nobody.
             return await end(conn, [outcome], held)

@@ -644,6 +644,18 @@ async def test_an_error_that_cannot_be_stored_ends_its_job_without_it(conn):
     assert await promote.promote(conn, promote.DueFloor()) == 2
 
 
+async def test_an_id_that_is_in_the_dead_letter_queue_already_holds_up_nobody(conn):
+    """Ids repeat after a restore of the data alone, which does not set the sequences."""
+    ids = await add(conn, *[NewJob(type="t") for _ in range(4)])
+    worker = await MiniWorker(conn).register()
+    jobs = await worker.claim()
+    await conn.execute(
+        "INSERT INTO pgqueue.jobs_failed (id, type, status, finished_at) VALUES (%s, 't', 'failed', now())", [ids[1]]
+    )
+    assert (await worker.fail(jobs, delay=None)).keys() == set(ids)
+    assert await statuses(conn) == {"failed": 4, "cancelled": 1}, "with a twin, it has no place there"
+
+
 async def test_snoozed_for_ever_and_cancelled_with_a_bad_word(conn):
     ids = await add(conn, *[NewJob(type="t") for _ in range(6)])
     worker = await MiniWorker(conn).register()

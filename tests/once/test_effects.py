@@ -20,6 +20,7 @@ from pgqueue.errors import JobNotFound, LeaseLost, WrongStatus
 from pgqueue.idempotency import Effect, Standing, effect_key
 from pgqueue.job import Lease, NewJob, Status
 from pgqueue.outcome import Undecodable
+from pgqueue.worker.finisher import settle
 from tests.db.queue import MiniWorker, add, value
 
 KEYED = Effect("k", False, 3600)
@@ -248,6 +249,17 @@ async def test_what_the_handler_did_not_do_is_free_again(conn, two: Two) -> None
     await two.done(1)
     await idempotency.effect_undone(conn, two.lease(1), AT_MOST_ONCE)
     assert await two.begin(0, AT_MOST_ONCE) is Standing.DONE
+
+
+async def test_an_error_that_cannot_be_stored_is_the_handlers_word_all_the_same(conn, two: Two) -> None:
+    """Such as one with letters that the database's encoding does not have."""
+    await conn.execute("ALTER TABLE pgqueue.attempts ADD CHECK (error <> 'unheard of')")
+    await two.begin(0, AT_MOST_ONCE)
+    lease = two.lease(0)
+    failed = finish.Failed(lease.id, lease.lease_token, 0, 0, 1, 60.0, "error", "E", "unheard of")
+    assert await settle(conn, failed, AT_MOST_ONCE) == {lease.id: 60.0}
+    assert await value(conn, "SELECT error FROM pgqueue.attempts") != "unheard of"
+    assert await two.begin(1, AT_MOST_ONCE) is Standing.OURS
 
 
 async def test_what_an_earlier_attempt_began_is_not_undone_by_a_later_one(conn, two: Two) -> None:
