@@ -29,6 +29,8 @@ from pgqueue.worker.link import Link
 logger = logging.getLogger("pgqueue.worker")
 
 BATCH = 1000
+BATCH_CHARACTERS = 4 << 20
+"""Of results. PostgreSQL needs up to forty times as much memory to read them as one array."""
 FULL = 5000
 """With so many outcomes unwritten, no more jobs are claimed."""
 LOOK_EVERY = 1.0
@@ -95,6 +97,16 @@ async def settle(
         return await settle(conn, bad, effect, held)
 
 
+def batch(entries: list[Entry]) -> int:
+    """How many of them go into one statement."""
+    size = 0
+    for count, (outcome, _, _) in enumerate(entries[:BATCH]):
+        size += len(outcome.result or "") if type(outcome) is Completed else 0
+        if size > BATCH_CHARACTERS:
+            return max(1, count)
+    return BATCH
+
+
 class Finisher:
     def __init__(self, link: Link, due_in: Callable[[float], None], remember: Callable[[int, Effect], None]) -> None:
         self.link = link
@@ -145,7 +157,8 @@ class Finisher:
             await self._sleep()
             self._something.clear()
             while self.outcomes or self._look_is_due():
-                self.writing, self.outcomes = self.outcomes[:BATCH], self.outcomes[BATCH:]
+                count = batch(self.outcomes)
+                self.writing, self.outcomes = self.outcomes[:count], self.outcomes[count:]
                 await self._write()
                 if len(self) < FULL:
                     self._room.set()

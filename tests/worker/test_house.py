@@ -1,7 +1,8 @@
-"""What a worker gives back, because it waits here in vain; and its chores, when something is in their way."""
+"""What a worker gives back, because it waits in vain; its chores, when something is in their way; its supervisor."""
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +12,15 @@ import pytest
 
 from pgqueue import Context, PgQueue, control, finish, prune, workers
 from pgqueue.claim import Claimed
+from pgqueue.finish import Completed
 from pgqueue.idempotency import Effect, begin_effect
 from pgqueue.job import Lease, NewJob
 from pgqueue.settings import Settings
 from pgqueue.worker import janitor
-from pgqueue.worker.finisher import LOOK_EVERY, LOOK_SOON, Finisher
+from pgqueue.worker.finisher import LOOK_EVERY, LOOK_SOON, Finisher, batch
 from pgqueue.worker.link import Link
 from pgqueue.worker.runtime import STALE_AFTER, Runtime
+from pgqueue.worker.supervisor import NEVER, ORDERLY, Member, _keep_running
 from tests.db.queue import MiniWorker, add, statuses, value
 from tests.once.inside import worker_inside
 
@@ -45,6 +48,53 @@ async def test_a_job_that_has_just_come_is_not_given_back() -> None:
     assert [outcome.id for outcome, _, _ in runtime.finisher.outcomes] == [1]
     house.cancel()
     await asyncio.wait([house])
+
+
+async def test_one_suspect_that_waits_for_another_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may run elsewhere; and the slots that it cannot have are for others."""
+    monkeypatch.setattr("pgqueue.worker.runtime.STALE_AFTER", 0.1)
+    runtime = Runtime(PgQueue("postgresql://nowhere"), "postgresql://nowhere", Settings(), threads=2)
+    runtime._assemble()
+    for id in (1, 2):
+        runtime.slots.offer([Claimed(id, "default", "t", "{}", 0, 1, 1, None, 5, 0, 1, None, 0.0, False)], "token")
+    assert runtime.slots.take() is not None
+    assert runtime.claimer._wanted() == 0
+    house = asyncio.create_task(runtime._keep_house())
+    async with asyncio.timeout(5):
+        await runtime.claimer._room.wait()
+    assert [outcome.id for outcome, _, _ in runtime.finisher.outcomes] == [2]
+    house.cancel()
+    await asyncio.wait([house])
+
+
+def test_a_worker_that_a_handler_ended_is_started_again() -> None:
+    """Any handler can end its process with 0, which is not the word of a worker that was told to end."""
+    for code, restarts in ((0, True), (ORDERLY, False)):
+        member = Member("w-1", [sys.executable, "-c", f"raise SystemExit({code})"])
+        _keep_running(member)
+        assert member.process is not None
+        member.process.wait()
+        _keep_running(member)
+        assert (member.restart_at < NEVER) == restarts
+
+
+def test_a_worker_that_cannot_be_started_is_tried_again() -> None:
+    member = Member("w-1", ["/no/such/program"])
+    _keep_running(member)
+    assert (member.process, member.pause) == (None, 0.5)
+    member.command, member.restart_at = ["true"], 0.0
+    _keep_running(member)
+    assert member.process is not None
+    member.process.wait()
+
+
+def test_large_results_are_written_a_few_at_a_time() -> None:
+    def entries(*sizes: int) -> list[Any]:
+        return [(Completed(1, "token", 0, 0, 1, "x" * size), None, None) for size in sizes]
+
+    assert batch(entries(*[1 << 20] * 6)) == 4
+    assert batch(entries(5 << 20, 1)) == 1
+    assert batch([(Lease(1, "token"), None, None), *entries(1, 2)]) >= 3
 
 
 @on_18
