@@ -248,7 +248,11 @@ def wrapped(
 
 def noted(attempt: Attempt, call: Callable[[], Awaitable[Any]]) -> Callable[[], Awaitable[Any]]:
     async def called() -> Any:
-        result = await call()
+        try:
+            result = await call()
+        except asyncio.CancelledError:
+            attempt.returned = True  # to a middleware that did not wait: it may have been in the middle of its effect
+            raise
         attempt.returned = not isinstance(result, Snooze)
         return result
 

@@ -4,7 +4,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -369,6 +369,19 @@ async def test_an_error_made_of_the_cancellation_is_not_its_word(arena: Arena, h
         assert (await first_ended(place))["reason"] == "in_doubt"
         await asyncio.sleep(0.7)
         assert len(calls) == 1
+
+
+async def test_a_middleware_that_stops_waiting_leaves_a_doubt(arena: Arena) -> None:
+    async def handler(key: str) -> None:
+        await asyncio.sleep(30)
+
+    async def impatient(ctx: Context, call_next: Callable[[], Awaitable[Any]]) -> Any:
+        async with asyncio.timeout(0.2):
+            return await call_next()
+
+    async with running(arena, handler) as (place, runtime, _):
+        runtime.app.middlewares.append(impatient)
+        assert (await first_ended(place))["reason"] == "in_doubt"
 
 
 async def test_cancelled_at_a_check_it_has_not_happened(arena: Arena) -> None:
