@@ -120,7 +120,7 @@ def test_a_suspect_may_be_big() -> None:
 
 
 def test_a_big_suspect_is_not_passed_for_ever() -> None:
-    first, suspect = job(), job(2, lost=1)
+    first, suspect = job(), job(2, lost=2)
     small = [job() for _ in range(2)]
     pool = offered(2, first)
     assert taken(pool) == (first.id, 1)
