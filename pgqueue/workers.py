@@ -33,6 +33,8 @@ class Pulse(NamedTuple):
     draining: bool
     notify_queue: float
     """How full PostgreSQL's notification queue is, 0 to 1."""
+    idle: bool
+    """Whether it is marked as one that may be woken."""
 
 
 def channel(worker_id: UUID) -> str:

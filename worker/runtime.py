@@ -434,6 +434,10 @@ class Runtime:
         if pulse.notify_queue > 0.5:
             text = f"PostgreSQL's notification queue is {pulse.notify_queue:.0%} full: some listener does not read"
             say(logger, logging.WARNING, "notify.filling", text)
+        if self.claimer.idle and not pulse.idle:
+            # It was silent for so long that others took the mark away, and nobody would wake it.
+            self.claimer.idle = False
+            self.claimer.wake.set()
         if pulse.draining and not self.stopping:
             say(logger, logging.INFO, "worker.draining", "an operator asked this worker to drain")
             self.stop()

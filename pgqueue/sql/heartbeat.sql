@@ -11,4 +11,5 @@ FROM (SELECT set_config('synchronous_commit', 'off', true), set_config('lock_tim
 WHERE w.id = %(id)s AND w.stopped_at IS NULL
 RETURNING w.draining,
     -- Asking is the cure, too: PostgreSQL moves the tail of a notification queue that was full only when somebody asks.
-    pg_notification_queue_usage() AS notify_queue
+    pg_notification_queue_usage() AS notify_queue,
+    w.idle_since IS NOT NULL AS idle

@@ -21,6 +21,7 @@ from pgqueue.worker.janitor import RECONCILE_AFTER, Janitor
 from pgqueue.worker.link import Link
 from pgqueue.worker.runtime import Runtime
 from tests.db.queue import MiniWorker, add, value
+from tests.once.inside import worker_inside
 from tests.once.proxy import proxied
 from tests.worker.processes import GRACE, LEASE, Database, Fleet, wait
 
@@ -333,3 +334,24 @@ async def test_a_worker_that_registers_anew_has_its_lease_at_once(conn: psycopg.
     await heartbeat._beat(conn)
     assert heartbeat.lease_stands(time.monotonic())
     assert await value(conn, "SELECT count(*) FROM pgqueue.workers WHERE expires_at > now()") == 1
+
+
+@on_18
+async def test_a_sleeper_whose_mark_was_taken_away_is_woken_again(conn: psycopg.AsyncConnection, dsn: str) -> None:
+    """It was frozen past its lease while it slept: others take it for dead."""
+    app = PgQueue()
+    ran = asyncio.Event()
+
+    @app.job("t")
+    async def t() -> None:
+        ran.set()
+
+    idle = "SELECT count(*) FROM pgqueue.workers WHERE idle_since IS NOT NULL AND listening"
+    async with worker_inside(app, dsn, poll_interval=60.0, heartbeat_interval=0.2), asyncio.timeout(20):
+        while not await value(conn, idle):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await conn.execute("UPDATE pgqueue.workers SET idle_since = NULL")
+        while not await value(conn, idle):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        await add(conn, NewJob(type="t"))
+        await ran.wait()
