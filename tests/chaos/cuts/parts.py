@@ -322,8 +322,12 @@ async def beside(*parts: Any) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        for task in tasks:
-            task.cancel()
+        left = set(tasks)
+        while left:
+            # Again, because a cancellation that meets a cut comes out of the driver as the cut.
+            for task in left:
+                task.cancel()
+            _, left = await asyncio.wait(left, timeout=1)
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(outcome, Exception):
                 raise outcome
