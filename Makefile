@@ -38,7 +38,7 @@ bench-full: $(STAMP)  ## measure everything beside everybody, and write it into 
 bench-check: $(STAMP)  ## fail when the queue became slower by more than a fifth, beside bare SQL
 	@$(BIN)/python -m tests.bench.peers.check
 
-chaos: $(STAMP)  ## break everything and count what became of the jobs, for about five minutes
+chaos: $(STAMP)  ## break everything and count what became of the jobs, for about six minutes
 	@$(BIN)/python -m tests.chaos
 
 chaos-long: $(STAMP)  ## the same with 100,000 jobs in the storm, for about an hour

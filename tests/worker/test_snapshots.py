@@ -64,15 +64,19 @@ def writer(dsn: str) -> Iterator[None]:
 @contextmanager
 def prepared(dsn: str) -> Iterator[None]:
     run(dsn, "BEGIN", "CREATE TABLE public.forgotten (n int)", "PREPARE TRANSACTION 'it''s mine'")
-    yield
-    run(dsn, "ROLLBACK PREPARED 'it''s mine'")
+    try:
+        yield
+    finally:
+        run(dsn, "ROLLBACK PREPARED 'it''s mine'")
 
 
 @contextmanager
 def slot(dsn: str) -> Iterator[None]:
     run(dsn, "SELECT pg_create_logical_replication_slot('abandoned', 'pgoutput')")
-    yield
-    run(dsn, "SELECT pg_drop_replication_slot('abandoned')")
+    try:
+        yield
+    finally:
+        run(dsn, "SELECT pg_drop_replication_slot('abandoned')")
 
 
 HOLDERS: list[tuple[Callable[[str], AbstractContextManager[None]], str, str, str]] = [
@@ -165,7 +169,9 @@ async def test_it_is_as_old_as_what_it_does_not_see(dsn: str) -> None:
                 await watch.look(conn)
             assert len(watch._samples) <= 200
             assert await age() >= 0.3, "what is remembered gets thinner, not shorter"
-        assert await age() == 0
+        async with asyncio.timeout(10):
+            while await age():  # noqa: ASYNC110 - its backend ends a moment after its connection
+                await asyncio.sleep(0.05)
 
 
 async def test_who_began_this_moment_is_not_old(dsn: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tests.chaos.cuts import operators, parts, producers, upkeep
@@ -12,7 +14,11 @@ from tests.chaos.cuts.stage import Theatre
 
 async def play(busy: Theatre, house: Theatre) -> dict[str, Any]:
     """Everything but the upkeep shares a database. Answers with the figures."""
-    quiet()
+    with quiet():
+        return await play_all(busy, house)
+
+
+async def play_all(busy: Theatre, house: Theatre) -> dict[str, Any]:
     async with asyncio.TaskGroup() as group:
         impatience = group.create_task(produce(busy))
         lost_claims = group.create_task(own(busy))
@@ -46,7 +52,14 @@ async def own(theatre: Theatre) -> float:
     return await parts.claim_and_die(theatre)
 
 
-def quiet() -> None:
+@contextmanager
+def quiet() -> Iterator[None]:
     """The parts that run in this process would tell of each cut."""
-    for name in ("pgqueue.worker", "psycopg.pool"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
+    loggers = {logger: logger.level for logger in map(logging.getLogger, ("pgqueue.worker", "psycopg.pool"))}
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in loggers.items():
+            logger.setLevel(level)
