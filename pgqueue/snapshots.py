@@ -36,7 +36,8 @@ class Watch:
         """The oldest first. With a worker's id nothing, unless it is the one that speaks for all."""
         rows = await (await conn.execute(SQL.snapshot_holders, {"worker_id": worker_id}, prepare=False)).fetchall()
         now, upcoming = time.monotonic(), rows[0][0]
-        self._samples.append((now, upcoming))
+        if not self._samples or upcoming > self._samples[-1][1]:
+            self._samples.append((now, upcoming))
         if len(self._samples) > SAMPLES:
             del self._samples[1::2]
         return [
