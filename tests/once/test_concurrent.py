@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
 from typing import Any
 
@@ -402,11 +402,19 @@ async def test_a_duplicate_that_redis_knows_costs_one_statement_less(
 
 
 @pytest.fixture
-def l1(valkey: ValkeyServer, runner: asyncio.Runner) -> L1:
+def l1(valkey: ValkeyServer, runner: asyncio.Runner) -> Iterator[L1]:
     async def make() -> L1:
         return L1(valkey.url)
 
-    return runner.run(make())
+    made = runner.run(make())
+    yield made
+    runner.run(made.close())
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How quick Redis is on this machine today is not what is tested."""
+    monkeypatch.setattr(idempotency, "BUDGET", 10.0)
 
 
 async def timed(call: Any) -> tuple[Any, float]:
@@ -415,7 +423,7 @@ async def timed(call: Any) -> tuple[Any, float]:
     return answer, time.perf_counter() - started
 
 
-async def test_it_says_what_it_was_told(l1: L1, valkey: ValkeyServer) -> None:
+async def test_it_says_what_it_was_told(patient: None, l1: L1, valkey: ValkeyServer) -> None:
     assert not await l1.is_done("k")
     await l1.set_done("k", 7, 3600)
     assert await l1.is_done("k")
@@ -426,17 +434,15 @@ async def test_it_says_what_it_was_told(l1: L1, valkey: ValkeyServer) -> None:
         assert client.get("pgqueue:done:k") == b"7", "the first stays"
         await l1.forget("k")
         assert client.dbsize() == 0
-    await l1.close()
 
 
-async def test_any_type_at_its_key_is_a_hint(l1: L1, valkey: ValkeyServer) -> None:
+async def test_any_type_at_its_key_is_a_hint(patient: None, l1: L1, valkey: ValkeyServer) -> None:
     with redis.Redis.from_url(valkey.url) as client:
         client.lpush("pgqueue:done:k", "x")
     assert await l1.is_done("k")
     await l1.set_done("k", 7, 3600)
     await l1.forget("k")
     assert not await l1.is_done("k")
-    await l1.close()
 
 
 async def test_a_hung_server_is_waited_for_within_the_budget_and_then_not_at_all(
@@ -460,7 +466,6 @@ async def test_a_hung_server_is_waited_for_within_the_budget_and_then_not_at_all
         os.kill(valkey.pid, signal.SIGCONT)
     await asyncio.sleep(1.1)
     assert await l1.is_done("k")
-    await l1.close()
 
 
 async def test_failures_count_only_in_a_row(l1: L1, valkey: ValkeyServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -474,7 +479,6 @@ async def test_failures_count_only_in_a_row(l1: L1, valkey: ValkeyServer, caplog
         assert await l1.is_done("k")
         await l1.forget("k")
     assert "l1.open" not in [getattr(record, "event", "") for record in caplog.records]
-    await l1.close()
 
 
 ANSWERS = {
@@ -504,8 +508,7 @@ async def test_a_server_that_is_no_redis_harms_nobody(answers: bytes | None) -> 
         for _ in range(FAILURES + 1):
             for call in (l1.is_done("k"), l1.set_done("k", 1, 60), l1.forget("k")):
                 assert (await timed(call))[1] < BUDGET + 0.2
-        await l1.close()
-        await asyncio.wait(tasks, timeout=5)
+            await asyncio.wait(tasks, timeout=5)
 
 
 async def test_no_server_at_all() -> None:
@@ -514,11 +517,9 @@ async def test_no_server_at_all() -> None:
         answer, seconds = await timed(l1.is_done("k"))
         assert not answer
         assert seconds < BUDGET + 0.2
-    await l1.close()
 
 
 async def test_a_ttl_below_a_second_is_one(l1: L1, valkey: ValkeyServer) -> None:
     await l1.set_done("k", 7, 0.1)
     with redis.Redis.from_url(valkey.url) as client:
         assert client.ttl("pgqueue:done:k") == 1
-    await l1.close()

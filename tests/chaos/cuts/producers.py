@@ -16,6 +16,7 @@ from pgqueue.enqueue import add_jobs
 from pgqueue.errors import DatabaseUnavailable
 from pgqueue.job import NewJob
 from tests.chaos.cuts.stage import COMMIT, Stage, Theatre, counted, nonzero
+from tests.chaos.lab import until
 
 MANY = 4
 Add = Callable[[PgQueue, str], Awaitable[object]]
@@ -115,9 +116,10 @@ async def lose_patience(theatre: Theatre, tries: int) -> dict[str, int]:
         for number in range(8):
             await many_alike(app, f"impatience after {number}")  # on each connection of the pool, as before
             expected[f"impatience after {number}"] = MANY
-        dirty = "SELECT count(*)::int FROM pg_stat_activity WHERE datname = current_database()"
-        dirty += " AND application_name = 'pgqueue-producer' AND state NOT IN ('idle', 'active')"
-        theatre.same(await theatre.ground.value(dirty), 0, "connections of a pool in a transaction")
+        clean = "SELECT count(*) = 0 FROM pg_stat_activity WHERE datname = current_database()"
+        clean += " AND application_name = 'pgqueue-producer' AND state NOT IN ('idle', 'active')"
+        # The pool rolls back on its own time.
+        await until(lambda: theatre.ground.value(clean), "no connection of a pool is left in a transaction", 30)
     query = "SELECT payload->>'mark', count(*)::int FROM pgqueue.jobs WHERE payload->>'mark' ~ '^impatience' GROUP BY 1"
     found = counted(await theatre.ground.rows(query))
     outcomes = Counter("added" if mark in found else "not added" for mark in unsure)
