@@ -46,7 +46,7 @@ def row(scenario: Scenario, line: dict[str, Any] | None) -> str:
 
 
 def told(line: dict[str, Any]) -> list[str]:
-    run = f"{line['scale']}, seed {line['seed']}, {line['seconds']:.0f} s"
+    run = f"{line['scale']}, seed {line['seed']}, {line['seconds']:.0f} s, {line['at'][:16]}"
     if line["skipped"]:
         return ["**skipped**", "", "", line["skipped"], run]
     faults = ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in line["faults"].items())
