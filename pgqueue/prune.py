@@ -8,6 +8,8 @@ from pgqueue.db import Connection
 from pgqueue.sql import SQL
 
 PARTITIONS_AHEAD = 7
+AT_ONCE = 5_000
+"""Keys: whoever prunes has other things to do."""
 
 
 async def make_partitions(conn: Connection) -> int:
@@ -21,13 +23,21 @@ async def make_partitions(conn: Connection) -> int:
 async def prune(conn: Connection, retention_days: float) -> int:
     """How many partitions were dropped."""
     dropped = await _number(conn, SQL.drop_partitions, {"days": retention_days})
-    await conn.execute(SQL.prune_keys, {"limit": 10_000}, prepare=False)
-    await conn.execute(SQL.prune_effects, {"limit": 10_000}, prepare=False)
+    await forget(conn)
     await conn.execute(SQL.prune_steps, {"days": retention_days}, prepare=False)
     await conn.execute(SQL.prune_series, {"days": retention_days}, prepare=False)
     await conn.execute(SQL.prune_workers, prepare=False)
     await conn.execute(SQL.prune_access, prepare=False)
     return dropped
+
+
+async def forget(conn: Connection) -> bool:
+    """Keys and effects past their time, some of them; whether there may be more."""
+    pruned = [
+        (await conn.execute(statement, {"limit": AT_ONCE}, prepare=False)).rowcount
+        for statement in (SQL.prune_keys, SQL.prune_effects)
+    ]
+    return max(pruned) == AT_ONCE
 
 
 async def _number(conn: Connection, statement: str, parameters: dict[str, float]) -> int:

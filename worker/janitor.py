@@ -8,6 +8,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from math import inf
 from uuid import UUID
 
 import psycopg
@@ -82,6 +83,7 @@ class Janitor:
         self._next_sweep = 0.0
         self._next_reconcile = time.monotonic() + RECONCILE_AFTER
         self._next_prune = 0.0
+        self._next_forget = inf
         self._next_fold = 0.0
         self._next_look = 0.0
         self._next_chores = 0.0
@@ -178,6 +180,8 @@ class Janitor:
             self._next_prune = now + PRUNE_EVERY * random.uniform(0.8, 1.2)
             await self._chore(conn, prune.make_partitions, "there are no partitions for the days to come")
             await self._chore(conn, self._prune, "history is not pruned")
+        if now >= self._next_forget:
+            await self._chore(conn, self._forget, "keys are not pruned")
 
     async def _chore(self, conn: Connection, chore: Callable[[Connection], Awaitable[object]], meanwhile: str) -> None:
         """One that fails, for a missing right or a fault of ours, keeps no other from its turn."""
@@ -211,7 +215,14 @@ class Janitor:
         # Where a held snapshot keeps what was folded, it takes longer, and comes less often.
         self._next_fold = max(self._next_fold, begun + 20 * (time.monotonic() - begun))
 
+    async def _forget(self, conn: Connection) -> None:
+        """Some at each tick, for as long as there are more."""
+        self._next_forget = inf
+        if await prune.forget(conn):
+            self._next_forget = 0.0
+
     async def _prune(self, conn: Connection) -> None:
+        self._next_forget = 0.0
         if dropped := await prune.prune(conn, self.retention_days):
             say(logger, logging.INFO, "history.pruned", f"dropped {dropped} days of history", partitions=dropped)
 

@@ -350,3 +350,13 @@ async def test_whatever_the_outcomes_of_held_jobs_are_they_are_written_when_thei
         "not once": "scheduled",
     }
     assert await value(conn, "SELECT count(*) FROM pgqueue.attempts") == 2 * 7, "none is written twice"
+
+
+@on_18
+async def test_keys_do_not_pile_up(conn: psycopg.AsyncConnection, dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many a worker's jobs have in the time between two prunings."""
+    monkeypatch.setattr(prune, "AT_ONCE", 10)
+    expired = "SELECT 'k' || n, n, '', now() - interval '1 s' FROM generate_series(1, 35) n"
+    await conn.execute(f"INSERT INTO pgqueue.idempotency_keys (key, job_id, fingerprint, expires_at) {expired}")
+    async with worker_inside(PgQueue(), dsn):
+        await until_it_is(conn, "NOT EXISTS (SELECT FROM pgqueue.idempotency_keys)")

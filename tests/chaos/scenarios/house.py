@@ -52,7 +52,11 @@ HELD_BY = {
     " key goes early, nothing that is past its time stays",
 )
 async def x5(lab: Lab) -> Verdict:
-    quiet()
+    with quiet():
+        return await break_the_house(lab)
+
+
+async def break_the_house(lab: Lab) -> Verdict:
     ground = await lab.ground(audit=False)
     wire = await lab.wire(ground)
     verdict = Verdict()
