@@ -104,9 +104,8 @@ class Soak:
             yield moment
             moment += seconds
 
-    def note(self, name: str, value: float | None) -> None:
-        if value is not None:
-            self.series.setdefault(name, []).append((time.monotonic() - self.began, value))
+    def note(self, name: str, value: float) -> None:
+        self.series.setdefault(name, []).append((time.monotonic() - self.began, value))
 
     def tell(self, verdict: Verdict) -> None:
         """Slopes an hour, from the second half: the first fills caches and pools."""
@@ -133,7 +132,7 @@ DATABASE = """
 SELECT (SELECT count(*) FROM pg_stat_activity WHERE datname = current_database())::int AS connections,
        (SELECT count(*) FROM pgqueue.jobs_live)::int AS live,
        (SELECT pg_total_relation_size('pgqueue.jobs_live') / 1048576.0)::float AS jobs_live_mb,
-       (SELECT extract(epoch FROM max(clock_timestamp() - created_at)) FROM pgqueue.jobs_live
+       (SELECT coalesce(extract(epoch FROM max(clock_timestamp() - created_at)), 0) FROM pgqueue.jobs_live
         WHERE status = 'pending' AND attempt = 0 AND lost = 0)::float AS oldest_wait_s
 """
 
