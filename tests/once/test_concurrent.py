@@ -508,7 +508,8 @@ async def test_a_server_that_is_no_redis_harms_nobody(answers: bytes | None) -> 
         for _ in range(FAILURES + 1):
             for call in (l1.is_done("k"), l1.set_done("k", 1, 60), l1.forget("k")):
                 assert (await timed(call))[1] < BUDGET + 0.2
-            await asyncio.wait(tasks, timeout=5)
+        await l1.close()
+        await asyncio.wait(tasks, timeout=5)
 
 
 async def test_no_server_at_all() -> None:
@@ -517,6 +518,7 @@ async def test_no_server_at_all() -> None:
         answer, seconds = await timed(l1.is_done("k"))
         assert not answer
         assert seconds < BUDGET + 0.2
+    await l1.close()
 
 
 async def test_a_ttl_below_a_second_is_one(l1: L1, valkey: ValkeyServer) -> None:
