@@ -199,7 +199,9 @@ def test_an_idle_worker_asks_for_little(frail: tuple[PostgresServer, Database, F
     db.run("SELECT public.pg_stat_statements_reset()")
     time.sleep(3)
     asked = db.rows("SELECT calls, query FROM public.pg_stat_statements WHERE query NOT LIKE '%%pg_stat_statements%%'")
-    assert sum(row["calls"] for row in asked) <= 3 * 3 + 3, asked
+    since = db.value("SELECT extract(epoch FROM clock_timestamp() - stats_reset) FROM public.pg_stat_statements_info")
+    # Three a poll, with one at either end of the time; the listener's probe, two for a rescue, a heartbeat.
+    assert sum(row["calls"] for row in asked) <= 3 * (since + 1) + 4, (since, asked)
 
 
 @on_18
