@@ -53,7 +53,7 @@ class Attempt:
     """A job that runs now. `stop` makes its handler end: at once if it is async, at its next ctx.check() if it is in a
     thread, and by force, after a moment of grace, if it is in a process."""
 
-    __slots__ = ("_stopped", "ctx", "cut_off", "job", "on_stop", "returned", "task")
+    __slots__ = ("_stopped", "ctx", "cut_off", "interrupted", "job", "on_stop", "returned", "task")
 
     def __init__(self, job: Claimed, ctx: Context, task: asyncio.Task[Any]) -> None:
         self.job = job
@@ -64,6 +64,8 @@ class Attempt:
         self._stopped = False
         self.cut_off = False
         """Its task was cancelled: whatever it raises now, it may have been in the middle of its effect."""
+        self.interrupted = False
+        """It blocked the event loop, and the watchdog raised something in it: neither is that its own word."""
         self.returned = False
         """Noted of at_most_once handlers: what fails after that says nothing of the effect."""
 
@@ -177,7 +179,8 @@ async def outcome_of(
         return failed(job, ctx.lease_token, ctx.threads, ctx.started, told, handler.retry)
     except (JobCancelled, JobAbandoned) as why:
         # Raised by ctx.check(), it is the handler's word that nothing has happened yet. Any other is somebody else's.
-        return stopped(job, ctx, why, handler, unsure=handler.at_most_once and why is not ctx._stop)
+        unsure = handler.at_most_once and (why is not ctx._stop or attempt.interrupted)
+        return stopped(job, ctx, why, handler, unsure=unsure)
     except LeaseLost:
         return written(ctx) if ctx._written else Lease(ctx.id, ctx.lease_token)
     except BaseException as error:  # a handler that calls sys.exit() fails; it does not take the worker along
@@ -185,7 +188,8 @@ async def outcome_of(
             text = f"job {ctx.id} {ctx.type} was completed by its transaction; its handler failed after that"
             logger.warning(text, exc_info=error)
             return written(ctx)
-        if handler.at_most_once and (attempt.cut_off or attempt.returned or is_no_word(error)):
+        broken_off = attempt.cut_off or attempt.interrupted
+        if handler.at_most_once and (broken_off or attempt.returned or is_no_word(error)):
             error = InDoubt(f"{said(error)}; nobody knows whether it had its effect")
         if isinstance(error, NoConnection):
             logger.warning(f"put off job {ctx.id} {ctx.type}: {error}")

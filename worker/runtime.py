@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from types import FrameType
 from typing import Any, NoReturn
 from uuid import uuid4
 
@@ -47,6 +48,7 @@ from pgqueue.worker.link import Link
 from pgqueue.worker.once import Once
 from pgqueue.worker.scout import Scout
 from pgqueue.worker.slots import Slots
+from pgqueue.worker.watchdog import Watchdog
 from pgqueue.workers import Pulse, Worker
 
 logger = logging.getLogger("pgqueue.worker")
@@ -95,6 +97,8 @@ class Runtime:
         self.parent = parent
         """The supervisor's process id: without its supervisor a worker ends, or there would soon be too many."""
         self.stopping = False
+        self.told: float | None = None
+        """When the first signal came; the loop may hear of it later."""
         self._signals = 0
         self._stop = asyncio.Event()
         self._hurry = False
@@ -236,7 +240,7 @@ class Runtime:
             count = len(self.running)
             if count:
                 jobs = ", ".join(f"{one.job.id} {one.job.type}" for one in list(self.running.values())[:5])
-                text = f"stopping: waiting up to {self._grace():.0f} s for {count} running jobs"
+                text = f"stopping: waiting up to {self.grace():.0f} s for {count} running jobs"
                 text += f" ({jobs}{', …' if count > 5 else ''}); once more to cancel them"
             else:
                 text = "stopping"
@@ -244,17 +248,18 @@ class Runtime:
         else:
             self._hurry = True
 
-    def _grace(self) -> float:
+    def grace(self) -> float:
         return max(0.0, self.settings.shutdown_grace - min(MARGIN, self.settings.shutdown_grace / 2))
 
     async def _shut_down(self, tasks: list[asyncio.Task[Any]]) -> None:
-        deadline = time.monotonic() + self._grace()
-        end = time.monotonic() + max(self.settings.shutdown_grace, 1.0)
+        since = self.told or time.monotonic()
+        deadline = since + self.grace()
+        end = since + max(self.settings.shutdown_grace, 1.0)
         self.stopping = True
         self.claimer.stop()
         claimer = next(task for task in tasks if task.get_name() == "claimer")
         # A claim that is under way ends first: its jobs are given back, not left to a rescue.
-        await asyncio.wait([claimer], timeout=min(2.0, self._grace() / 2))
+        await asyncio.wait([claimer], timeout=min(2.0, self.grace() / 2))
         self._give_back_waiting()
         while self.held and time.monotonic() < deadline and not self._hurry:
             await asyncio.sleep(0.01)
@@ -462,9 +467,20 @@ def run(runtime: Runtime) -> int:
     """Runs it in this process until a signal stops it; answers with the exit code. The loop is left as it is: a handler
     that does not end must not keep the process, so whoever calls this ends it with exit_now."""
 
+    def told(number: int, frame: FrameType | None) -> None:
+        # By signal.signal, not by the loop, which may stand still.
+        if runtime.told is None:
+            runtime.told = time.monotonic()
+            watchdog.stop_by = runtime.told + runtime.grace()
+            watchdog.end_by = runtime.told + runtime.settings.shutdown_grace
+        else:
+            watchdog.stop_by = time.monotonic()
+        loop.call_soon_threadsafe(runtime.stop)
+
     async def main() -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, runtime.stop)
+            signal.signal(number, told)
+        watchdog.start()
         await runtime.run()
 
     try:
@@ -479,6 +495,7 @@ def run(runtime: Runtime) -> int:
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
     os.register_at_fork(after_in_child=heed_signals)
+    watchdog = Watchdog(loop, runtime.running)
     task = loop.create_task(main())
     try:
         while not task.done():
@@ -493,6 +510,8 @@ def run(runtime: Runtime) -> int:
     except BaseException:
         logging.getLogger("pgqueue.worker").exception("the worker ended with an error")
         return 1
+    finally:
+        watchdog.stop()
     return 0
 
 

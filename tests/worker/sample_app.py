@@ -15,7 +15,7 @@ from typing import Any
 
 import psycopg
 
-from pgqueue import Context, GiveUp, JobAbandoned, JobCancelled, PgQueue, Retry, RetryLater, Snooze
+from pgqueue import Context, GiveUp, JobAbandoned, JobCancelled, JobTimeout, PgQueue, Retry, RetryLater, Snooze
 
 app = PgQueue()
 fast = Retry(max_attempts=5, base=0.05, jitter=0.05)
@@ -142,6 +142,34 @@ def followed(ctx: Context) -> None:
 async def block_the_loop(ctx: Context, seconds: float) -> None:
     time.sleep(seconds)  # noqa: ASYNC251 - it is what many handlers do
     await effect(ctx)
+
+
+@app.job(timeout=1)
+async def block_past_the_timeout(ctx: Context) -> None:
+    time.sleep(1000)  # noqa: ASYNC251
+
+
+@app.job(timeout=1, at_most_once=True)
+async def block_in_its_effect(ctx: Context) -> None:
+    try:
+        time.sleep(1000)  # noqa: ASYNC251
+    except JobTimeout:
+        raise ValueError("the server did not answer") from None
+
+
+@app.job(timeout=1)
+async def block_in_a_subtask(ctx: Context) -> None:
+    async def sleep() -> None:
+        time.sleep(1000)  # noqa: ASYNC251
+
+    await asyncio.gather(sleep())
+
+
+@app.job(timeout=1)
+async def block_and_ignore(ctx: Context) -> None:
+    while True:
+        with suppress(Exception):
+            time.sleep(1000)  # noqa: ASYNC251
 
 
 # Failing

@@ -177,11 +177,12 @@ def test_jobs_that_were_claimed_ahead_are_given_back(idle: tuple[Database, Fleet
 def test_a_signal_during_a_claim(idle: tuple[Database, Fleet]) -> None:
     """What the claim brings is run or given back at once, uncharged, and not left to a rescue."""
     db, fleet = idle
-    worker = fleet.start("claiming", queues="claiming", threads=2, PGQUEUE_FAILPOINT="claim.after:sleep")
+    settings = {"PGQUEUE_FAILPOINT": "claim.after:sleep", "PGQUEUE_SHUTDOWN_GRACE": "15"}  # it sleeps for 5 s
+    worker = fleet.start("claiming", queues="claiming", threads=2, **settings)
     ids = db.add_many("work", [{}] * 2, queue="claiming")
     wait(lambda: db.statuses(ids) == {"running": 2}, "they are claimed")
     worker.signal(signal.SIGTERM)
-    assert worker.wait(10) == 0
+    assert worker.wait() == 0
     assert not db.value("SELECT count(*) FROM pgqueue.jobs WHERE status NOT IN ('pending', 'completed') OR lost > 0")
     assert not db.value("SELECT count(*) FROM pgqueue.attempts")
 
