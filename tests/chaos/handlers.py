@@ -63,22 +63,11 @@ async def mail(ctx: Context, key: str, seconds: float = 0.0) -> None:
 
 
 @app.job(retry=RETRY)
-async def zombie(ctx: Context, key: str, does: str, seconds: float = 0.5) -> Snooze | None:
-    """An attempt that was frozen past its lease tries everything that only an owner may do."""
-    began = time.monotonic()
-    await asyncio.sleep(seconds)
-    if time.monotonic() - began > 2 * seconds + 1 and (snoozed := await what_only_an_owner_may(ctx, key, does)):
-        return snoozed
-    async with ctx.transaction() as tx:
-        await tx.execute(ROW, [key, ctx.id, ctx.lease_token])
-    return None
-
-
-@app.job(retry=RETRY)
-async def undead(ctx: Context, key: str, does: str, marker: str) -> Snooze | None:
-    """The same, but it was frozen only until somebody else has begun: the owner must not notice."""
+async def zombie(ctx: Context, key: str, does: str, marker: str) -> Snooze | None:
+    """The first attempt, which will be frozen, tries everything that only an owner may do when it wakes up."""
     first = is_first(marker)
-    await asyncio.sleep(0.5 if first else 2)
+    while not may_go_on(marker, first):  # noqa: ASYNC110 - it waits for another process
+        await asyncio.sleep(0.02)
     if first and (snoozed := await what_only_an_owner_may(ctx, key, does)):
         return snoozed
     async with ctx.transaction() as tx:
@@ -100,14 +89,19 @@ async def what_only_an_owner_may(ctx: Context, key: str, does: str) -> Snooze | 
 
 
 @app.job(retry=RETRY)
-def zombie_thread(ctx: Context, key: str, does: str, seconds: float = 0.5) -> None:
+def zombie_thread(ctx: Context, key: str, does: str, marker: str) -> None:
     """The same in a thread."""
-    began = time.monotonic()
-    time.sleep(seconds)
-    if does == "fail" and time.monotonic() - began > 2 * seconds + 1:
+    first = is_first(marker)
+    while not may_go_on(marker, first):
+        time.sleep(0.02)
+    if first and does == "fail":
         raise ValueError("a zombie's failure")
     with ctx.transaction_sync() as tx:
         tx.execute(ROW, [key, ctx.id, ctx.lease_token])
+
+
+def may_go_on(marker: str, first: bool) -> bool:
+    return Path(marker + (".zombie" if first else ".heir")).exists()
 
 
 def is_first(marker: str) -> bool:

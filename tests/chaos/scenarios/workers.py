@@ -41,15 +41,12 @@ async def c3(lab: Lab) -> Verdict:
     zombies, threads = lab.size(20, 60, 200), 20
     does = cycle([*(("zombie", what) for what in ("complete", "fail", "snooze", "enqueue", "step")), *THREADS])
     for _ in range(zombies // threads):
-        frozen = lab.worker(ground, threads=threads)
-        await ground.worker_of(frozen)
-        some = zip(lab.keys(threads), does, strict=False)
-        await lab.produce(ground, [(type, {"key": key, "does": what}) for key, (type, what) in some])
-        await until(lambda: is_number(ground, RUNNING, threads), "they all run")
-        frozen.send(signal.SIGSTOP)
+        frozen, marks = await freeze(lab, ground, threads, does)
+        go_on(marks, ".heir")
         healthy = lab.worker(ground, threads=threads)
         await ground.settled()
         healthy.kill()
+        go_on(marks, ".zombie")
         frozen.send(signal.SIGCONT)
         await until(lambda: len(frozen.said("job.lease_lost")) >= threads, "all of them are refused")  # noqa: B023
         frozen.send(signal.SIGTERM)
@@ -75,23 +72,40 @@ async def c3(lab: Lab) -> Verdict:
 
 async def wake_beside_its_heir(lab: Lab, ground: Ground, number: int) -> Process:
     """Its zombies wake up while the jobs run elsewhere. The heir, which must not notice."""
-    frozen = lab.worker(ground, threads=number)
+    what = cycle([("zombie", does) for does in ("fail", "snooze", "enqueue", "step", "complete")])
+    frozen, marks = await freeze(lab, ground, number, what)
     dead = await ground.worker_of(frozen)
-    marks = {key: str(lab.folder / key) for key in lab.keys(number)}
-    what = zip(marks.items(), cycle(["fail", "snooze", "enqueue", "step", "complete"]), strict=False)
-    await lab.produce(ground, [("undead", {"key": key, "marker": mark, "does": do}) for (key, mark), do in what])
-    await until(lambda: all(Path(mark).exists() for mark in marks.values()), "they all run")
-    frozen.send(signal.SIGSTOP)
     heir = lab.worker(ground, threads=number)
     others = f"{RUNNING} AND worker_id <> '{dead}'"
     await until(lambda: is_number(ground, others, number), "the heir runs all of them")
+    go_on(marks, ".zombie")
     frozen.send(signal.SIGCONT)
     await until(lambda: len(frozen.said("job.lease_lost")) >= number, "all of them are refused")
+    go_on(marks, ".heir")
     await ground.settled()
     heir.kill()
     frozen.send(signal.SIGTERM)
     await frozen.ended()
     return heir
+
+
+async def freeze(lab: Lab, ground: Ground, number: int, does: Iterator[tuple[str, str]]) -> tuple[Process, list[str]]:
+    """A worker that is frozen while it runs so many jobs, and the markers that let them go on."""
+    frozen = lab.worker(ground, threads=number)
+    await ground.worker_of(frozen)
+    marks = {key: str(lab.folder / key) for key in lab.keys(number)}
+    some = zip(marks.items(), does, strict=False)
+    await lab.produce(
+        ground, [(type, {"key": key, "marker": mark, "does": what}) for (key, mark), (type, what) in some]
+    )
+    await until(lambda: all(Path(mark).exists() for mark in marks.values()), "they all run")
+    frozen.send(signal.SIGSTOP)
+    return frozen, list(marks.values())
+
+
+def go_on(marks: list[str], who: str) -> None:
+    for mark in marks:
+        Path(mark + who).touch()
 
 
 THREADS = [("zombie_thread", "complete"), ("zombie_thread", "fail")]
