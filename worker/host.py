@@ -8,10 +8,10 @@ import json
 import pickle
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import psycopg
 from psycopg.rows import tuple_row
@@ -34,12 +34,19 @@ T = TypeVar("T")
 C = TypeVar("C")
 
 PROGRESS_EVERY = 1.0
+CHECK_EVERY = 0.5
 
 
 async def cleaned(conn: Connection) -> None:
     """What a handler has set, locked or listened to on it is not for the next one."""
     conn.row_factory = tuple_row
     await conn.execute("DISCARD ALL")
+
+
+def kill(pool: ProcessPoolExecutor) -> None:
+    for process in list(pool._processes.values()):
+        process.kill()
+    pool.shutdown(wait=False, cancel_futures=True)
 
 
 class WorkerHost:
@@ -49,7 +56,9 @@ class WorkerHost:
         self.name = name
         self.loop: asyncio.AbstractEventLoop | None = None
         self._pools: dict[str, AsyncConnectionPool[Connection]] = {}
-        self._processes: ProcessPoolExecutor | None = None
+        self._chunk_processes: list[ProcessPoolExecutor] = []
+        """Those that are idle, each with one process: to kill it harms no other job."""
+        self._chunk_room = asyncio.Semaphore(threads)
         self._chunk_threads: ThreadPoolExecutor | None = None
         self._progress: dict[int, tuple[str, dict[str, Any]]] = {}
         self._flushing: asyncio.TimerHandle | None = None
@@ -295,11 +304,13 @@ class WorkerHost:
         bounds = [(i * len(items) // count, (i + 1) * len(items) // count) for i in range(count)]
         async with self.connection() as conn:
             kept = await steps.load_steps(conn, ctx.id)
-        return list(
-            await asyncio.gather(
-                *(self._chunk(ctx, fn, items[low:high], low, high, executor, kept) for low, high in bounds)
-            )
-        )
+        # If one fails, the others end first: what they made is kept, and they do not run beside the next attempt.
+        chunks = (self._chunk(ctx, fn, items[low:high], low, high, executor, kept) for low, high in bounds)
+        results = await asyncio.gather(*chunks, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return cast("list[T]", results)
 
     def map_chunks_sync(
         self, ctx: Context, fn: Callable[[Sequence[C]], T], items: Sequence[C], executor: str
@@ -320,8 +331,7 @@ class WorkerHost:
         digest = hashlib.sha256(pickle.dumps(chunk)).hexdigest()[:16]
         name = f"chunk:{fn.__module__}.{fn.__qualname__}:{low}:{high}:{digest}"
         if name not in kept:
-            ctx._go_on()
-            text = result_text(await self._run_chunk(fn, chunk, executor))
+            text = result_text(await self._run_chunk(ctx, fn, chunk, executor))
             await self.save_step(ctx, name, text)
             kept[name] = text
         text = kept[name]
@@ -329,29 +339,47 @@ class WorkerHost:
         result: T = None if text is None else json.loads(text)  # type: ignore[assignment]
         return result
 
-    async def _run_chunk(self, fn: Callable[[Sequence[C]], T], chunk: Sequence[C], executor: str) -> T:
-        loop = asyncio.get_running_loop()
-        pool = self._chunk_pool(executor)
-        try:
-            return await loop.run_in_executor(pool, fn, chunk)
-        except BrokenProcessPool as error:
-            self._processes = None
-            raise ChildDied("a process that ran a chunk died") from error
-        except (pickle.PicklingError, AttributeError) as error:
-            if executor == "process" and "pickle" in str(error).lower():
-                raise BadResult(
-                    f"map_chunks: {fn.__qualname__} must be a function at the top of a module, or say executor='thread'"
-                ) from error
-            raise
-
-    def _chunk_pool(self, executor: str) -> Executor:
+    async def _run_chunk(self, ctx: Context, fn: Callable[[Sequence[C]], T], chunk: Sequence[C], executor: str) -> T:
         if executor == "thread":
             self._chunk_threads = self._chunk_threads or ThreadPoolExecutor(self.threads, thread_name_prefix="chunk")
-            return self._chunk_threads
-        self._processes = self._processes or ProcessPoolExecutor(
-            self.threads, mp_context=spawning, initializer=die_with_parent
-        )
-        return self._processes
+            return await self._until_stopped(ctx, self._chunk_threads.submit(fn, chunk))
+        async with self._chunk_room:
+            ctx._go_on()
+            process, running = self._in_process(fn, chunk)
+            try:
+                return await self._until_stopped(ctx, running)
+            except BrokenProcessPool as error:
+                raise ChildDied("a process that ran a chunk died") from error
+            except (pickle.PicklingError, AttributeError) as error:
+                if "pickle" in str(error).lower():
+                    raise BadResult(
+                        f"map_chunks: {fn.__qualname__} must be a function at the top of a module,"
+                        " or say executor='thread'"
+                    ) from error
+                raise
+            finally:
+                if not running.done() or running.cancelled() or isinstance(running.exception(), BrokenProcessPool):
+                    kill(process)
+                else:
+                    self._chunk_processes.append(process)
+
+    def _in_process(self, fn: Callable[[Sequence[C]], T], chunk: Sequence[C]) -> tuple[ProcessPoolExecutor, Future[T]]:
+        while self._chunk_processes:
+            process = self._chunk_processes.pop()
+            with suppress(BrokenProcessPool):  # it died while it was idle
+                return process, process.submit(fn, chunk)
+        process = ProcessPoolExecutor(1, mp_context=spawning, initializer=die_with_parent)
+        return process, process.submit(fn, chunk)
+
+    async def _until_stopped(self, ctx: Context, running: Future[T]) -> T:
+        """Whoever waits for a chunk does so no longer than its job may run, even in a thread."""
+        waiting = asyncio.wrap_future(running)
+        try:
+            while not (await asyncio.wait([waiting], timeout=CHECK_EVERY))[0]:
+                ctx._go_on()
+            return waiting.result()
+        finally:
+            waiting.cancel()
 
     def _from_thread(self, coroutine: Coroutine[Any, Any, T]) -> T:
         assert self.loop is not None
@@ -364,8 +392,8 @@ class WorkerHost:
             with suppress(TimeoutError):
                 async with asyncio.timeout(1):
                     await self._flush()
-        if self._processes is not None:
-            self._processes.shutdown(wait=False, cancel_futures=True)
+        for process in self._chunk_processes:
+            process.shutdown(wait=False)
         if self._chunk_threads is not None:
             self._chunk_threads.shutdown(wait=False, cancel_futures=True)
         for pool in self._pools.values():

@@ -695,8 +695,8 @@ def fragile(numbers: Sequence[int]) -> int:
         tried = conn.execute("SELECT count(*) FROM effects WHERE note = %s", [f"chunk {numbers[0]}"]).fetchone()
         conn.execute(CHUNKS, [f"chunk {numbers[0]}"])
     if tried == (0,) and numbers[-1] == 99:
-        time.sleep(0.5)  # the others are kept by then
         raise ValueError("a chunk failed")
+    time.sleep(0.3)
     return sum(numbers)
 
 
@@ -707,6 +707,23 @@ def sum_fragile(ctx: Context) -> int:
 
 def die(numbers: Sequence[int]) -> int:
     os._exit(1)
+
+
+def hang(numbers: Sequence[int]) -> int:
+    with psycopg.connect(os.environ["DATABASE_URL"], autocommit=True) as conn:
+        conn.execute(MEET.replace("a chunk waits", "a chunk hangs"), [os.getpid()])
+    time.sleep(1000)
+    return 0
+
+
+@app.job
+async def hanging_chunks(ctx: Context) -> list[int]:
+    return await ctx.map_chunks(hang, range(2))
+
+
+@app.job
+def hanging_chunks_of_a_thread(ctx: Context) -> list[int]:
+    return ctx.map_chunks_sync(hang, range(2))
 
 
 @app.job(retry=Retry(1))

@@ -294,6 +294,17 @@ def test_chunks_that_die_fail_their_job_and_no_other(db: Database) -> None:
     assert db.wait_for(db.add("chunks_in_processes", thread_demand=2), "completed")["result"] == 28
 
 
+@pytest.mark.parametrize("type", ["hanging_chunks", "hanging_chunks_of_a_thread"])
+def test_chunks_end_with_their_job(db: Database, type: str) -> None:
+    db.run("DELETE FROM effects WHERE note = 'a chunk hangs'")
+    id = db.add(type, thread_demand=2)
+    hanging = "SELECT pid FROM effects WHERE note = 'a chunk hangs'"
+    wait(lambda: len(db.values(hanging)) == 2, "both run")
+    db.cancel(id)
+    db.wait_for(id, "cancelled")
+    wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in db.values(hanging)), "their processes are gone")
+
+
 # What a handler may say
 
 
