@@ -49,6 +49,7 @@ class Context:
     which run in a thread or process of their own, call the same with _sync."""
 
     __slots__ = (
+        "_chunked",
         "_effect",
         "_host",
         "_in_transaction",
@@ -90,6 +91,8 @@ class Context:
         self._result: Any = None
         self._written = False
         self._in_transaction = False
+        self._chunked: dict[tuple[str, str], int] = {}
+        """How often map_chunks was called with a function of this name."""
         self.id = id
         self.type = type
         self.queue = queue

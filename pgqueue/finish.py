@@ -172,11 +172,6 @@ def completion(job: Completed) -> dict[str, Any]:
     return {**ages([job]), "results": None if job.result is None else [job.result]}
 
 
-async def complete_in(conn: Connection, job: Completed) -> bool:
-    """Completes one job in the transaction that is open on this connection; its errors are the transaction's."""
-    return not await ids(conn, SQL.complete, completion(job))
-
-
 async def snooze(conn: Connection, jobs: Sequence[Snoozed], held: Held | None = None) -> set[int]:
     async def send(batch: Sequence[Snoozed]) -> set[int]:
         delays = array(bounded(job.delay) for job in batch)

@@ -96,6 +96,8 @@ class JobType(Generic[P, R]):
             )
         self.at_most_once = at_most_once
         self.once_ttl = seconds(once_ttl)
+        if not 1 <= self.once_ttl <= 100 * 365 * 86400:
+            raise ValueError(f"{self.name}: once_ttl must be between a second and a hundred years")
         self.has_effect = bool(self.once_per) or at_most_once
         """Whether its jobs must not have their effect twice."""
         self.takes_context = self.arguments.takes_context

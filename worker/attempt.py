@@ -252,10 +252,14 @@ def wrapped(
 
 def noted(attempt: Attempt, call: Callable[[], Awaitable[Any]]) -> Callable[[], Awaitable[Any]]:
     async def called() -> Any:
+        # Until it says otherwise itself: a middleware that does not wait for it fails while it is at its effect.
+        attempt.returned = True
         try:
             result = await call()
         except asyncio.CancelledError:
-            attempt.returned = True  # to a middleware that did not wait: it may have been in the middle of its effect
+            raise
+        except BaseException:
+            attempt.returned = False
             raise
         attempt.returned = not isinstance(result, Snooze)
         return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import multiprocessing
@@ -10,6 +11,7 @@ import os
 import pickle
 import queue
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -19,8 +21,10 @@ from typing import Any, NoReturn
 
 from pgqueue.app import BoundJob, JobRef, JobType
 from pgqueue.context import Context
+from pgqueue.errors import LeaseLost
 from pgqueue.outcome import JobAbandoned, JobCancelled, JobTimeout, Snooze, said
 
+PR_SET_PDEATHSIG = 1
 STOP_GRACE = 1.0
 """Seconds that a handler has to end after it was asked to, before its process is killed."""
 
@@ -44,6 +48,8 @@ class Child:
         far.close()
         self.busy = False
         self.spoilt = False
+        self.told = False
+        """Whether it was ever asked to stop."""
         self._runs = 0
         self._killed_for: BaseException | None = None
         self._sending = threading.Lock()
@@ -69,15 +75,30 @@ class Child:
             "payload": ctx.payload,
             "threads": ctx.threads,
         }
+        kind, value = self._talk(("run", handler, about, arguments), host, ctx, started)
+        if kind == "stopped" and ctx._stop is not None:
+            raise ctx._stop
+        if kind != "returned":
+            raise value
+        return value
+
+    def run_chunk(self, fn: Callable[[Any], Any], chunk: Any) -> Any:
+        """The same for a part of a job, which has no wishes."""
+        kind, value = self._talk(("chunk", fn, chunk), None, None, lambda: None)
+        if kind != "returned":
+            raise value
+        return value
+
+    def _talk(self, job: Any, host: Any, ctx: Context | None, started: Callable[[], None]) -> tuple[str, Any]:
         self._runs += 1
         over = False
         try:
-            self._send(("run", handler, about, arguments))
+            self._send(job)
             while True:
                 kind, value = self._receive()
                 if kind in ("returned", "raised", "stopped"):
                     over = True
-                    break
+                    return kind, value
                 if kind == "started":
                     started()
                     continue
@@ -91,23 +112,23 @@ class Child:
             if not over:
                 # Whatever it still has to say is about this job: nobody else may take it for an answer.
                 self.spoil()
-        if kind == "stopped" and ctx._stop is not None:
-            raise ctx._stop
-        if kind != "returned":
-            raise value
-        return value
 
-    def _serve(self, host: Any, ctx: Context, kind: str, value: Any) -> None:
-        if kind == "progress":
-            host.report_progress(ctx, value)
-            return
+    def _serve(self, host: Any, ctx: Context | None, kind: str, value: Any) -> None:
         if kind == "log":
             with contextlib.suppress(Exception):  # a field that cannot be read is not worth the job, either
                 record = logging.makeLogRecord(pickle.loads(value))
                 logging.getLogger(record.name).handle(record)
             return
-        method, arguments = value
+        whose, method, arguments = value
+        ours = ctx is not None and whose == (ctx.id, ctx.lease_token)
+        if method == "report_progress":
+            if ours:
+                host.report_progress(ctx, *arguments)
+            return
         try:
+            if not ours:
+                # A thread that an earlier job left behind speaks for that one, not for this.
+                raise LeaseLost(f"job {whose[0]} has ended")
             self._send(("answer", True, getattr(host, method)(ctx, *arguments)))
         except Exception as error:
             self._send(("answer", False, sendable(error)))
@@ -121,11 +142,16 @@ class Child:
         self.kill()
 
     def _end(self, why: BaseException) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._send(("stop", why))
+        self.told = True
+        # Not here, in the thread of the loop: a process that does not read keeps whoever writes to it.
+        threading.Thread(target=self._tell, args=[why], daemon=True).start()
         timer = threading.Timer(STOP_GRACE, self._kill_for, [why, self._runs])
         timer.daemon = True
         timer.start()
+
+    def _tell(self, why: BaseException) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._send(("stop", why))
 
     def _kill_for(self, why: BaseException, run: int) -> None:
         # By now the process may run the next job, which nobody wants to stop.
@@ -198,9 +224,10 @@ class Children:
     def give_back(self, child: Child) -> None:
         child.busy = False
         # One that was told to stop may still be told so by a timer, or may be half dead.
-        if child.process.is_alive() and child._killed_for is None and not child.spoilt:
+        if child.process.is_alive() and not child.told and child._killed_for is None and not child.spoilt:
             self.idle.append(child)
         else:
+            child.kill()
             self._drop(child)
 
     def _drop(self, child: Child) -> None:
@@ -228,31 +255,31 @@ class ChildHost:
             self.pipe.send((kind, value))
 
     def report_progress(self, ctx: Context, progress: dict[str, Any]) -> None:
-        self.send("progress", progress)
+        self.send("call", ((ctx.id, ctx.lease_token), "report_progress", (progress,)))
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
+    def _ask(self, ctx: Context, method: str, *arguments: Any) -> Any:
         with self.asking:
-            self.send("call", (method, arguments))
+            self.send("call", ((ctx.id, ctx.lease_token), method, arguments))
             fine, value = self.answers.get()
         if not fine:
             raise value
         return value
 
     def enqueue_sync(self, ctx: Context, job: BoundJob[Any]) -> JobRef[Any]:
-        return job.ref(self._ask("add_job_sync", job.new_job))
+        return job.ref(self._ask(ctx, "add_job_sync", job.new_job))
 
     def map_chunks_sync(
         self, ctx: Context, fn: Callable[[Sequence[Any]], Any], items: Sequence[Any], executor: str
     ) -> list[Any]:
-        answer: list[Any] = self._ask("map_chunks_sync", fn, items, executor)
+        answer: list[Any] = self._ask(ctx, "map_chunks_sync", fn, items, executor)
         return answer
 
     def load_step_sync(self, ctx: Context, name: str) -> tuple[bool, str | None]:
-        answer: tuple[bool, str | None] = self._ask("load_step_sync", name)
+        answer: tuple[bool, str | None] = self._ask(ctx, "load_step_sync", name)
         return answer
 
     def save_step_sync(self, ctx: Context, name: str, result: str | None) -> None:
-        self._ask("save_step_sync", name, result)
+        self._ask(ctx, "save_step_sync", name, result)
 
     def transaction_sync(self, ctx: Context, isolation: str | None) -> NoReturn:
         raise TypeError('ctx.transaction_sync is for handlers in threads: leave out executor="process"')
@@ -290,6 +317,7 @@ class LogToWorker(logging.Handler):
 
 def serve(pipe: Connection) -> None:
     """The child's main loop: ends when the worker does, however that ends."""
+    die_with_parent()
     ignore_signals()
     # What a handler forks must not keep the worker from seeing that this process has ended.
     os.register_at_fork(after_in_child=pipe.close)
@@ -310,7 +338,7 @@ def serve(pipe: Connection) -> None:
             except Exception as error:  # the handler's module could not be imported, or an argument not be read
                 host.send("raised", sendable(error))
                 continue
-            if message[0] == "run":
+            if message[0] in ("run", "chunk"):
                 jobs.put(message[1:])
             elif message[0] == "answer":
                 answers.put(message[1:])
@@ -324,7 +352,11 @@ def serve(pipe: Connection) -> None:
 
 def run_jobs(jobs: queue.Queue[Any], host: ChildHost, current: list[Context]) -> None:
     while True:
-        handler, about, arguments = jobs.get()
+        handler, about, *rest = jobs.get()
+        if not rest:
+            run_chunk(handler, about, host)
+            continue
+        (arguments,) = rest
         ctx = Context(host, started=time.monotonic(), **about)
         current[:] = [ctx]
         host.send("started", None)
@@ -347,17 +379,27 @@ def run_jobs(jobs: queue.Queue[Any], host: ChildHost, current: list[Context]) ->
                 host.send("raised", sendable(error))
 
 
+def run_chunk(fn: Callable[[Any], Any], chunk: Any, host: ChildHost) -> None:
+    try:
+        kind, value = "returned", fn(chunk)
+    except BaseException as error:
+        kind, value = "raised", sendable(error)
+    try:
+        host.send(kind, value)
+    except OSError:
+        raise
+    except Exception as error:
+        host.send("raised", sendable(error))
+
+
 def die_with_parent() -> None:
-    """In a process of a pool: ends when the worker does, even if that was killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def wait() -> None:
-        parent.join()
-        os._exit(0)
-
-    threading.Thread(target=wait, daemon=True).start()
-    ignore_signals()
+    """Where the kernel can do it: who keeps Python's lock, or hangs in an import, hears of no closed pipe."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            parent = multiprocessing.parent_process()
+            if parent is not None and os.getppid() != parent.pid:
+                os._exit(0)
 
 
 def ignore_signals() -> None:

@@ -20,12 +20,18 @@ if TYPE_CHECKING:
     from pgqueue.worker.host import WorkerHost
     from pgqueue.worker.once import Once
 
+START_WITHIN = 120.0
+"""Seconds that a process has to come to its handler: an import that hangs has no timeout of its own."""
+LEFT_BEHIND = 1000
+"""So many threads may be left behind by middlewares that stopped waiting for them."""
+
 
 class Executors:
     def __init__(self, threads: int, host: WorkerHost, once: Once) -> None:
         self.host = host
         self.once = once
-        self.threads = ThreadPoolExecutor(threads, thread_name_prefix="job")
+        # The slots are the limit. A thread that nobody waits for any more must not take the place of the next job's.
+        self.threads = ThreadPoolExecutor(threads + LEFT_BEHIND, thread_name_prefix="job")
         self.children = Children()
         self.ending = False
         """Whether a cancellation is meant for the worker."""
@@ -54,12 +60,15 @@ class Executors:
 
         def start_timer() -> None:
             # From when the handler starts: the time that a new process needs is not the job's.
+            late.cancel()
             if attempt.ctx.timeout is not None:
                 timers.append(loop.call_later(attempt.ctx.timeout, child.time_out))
 
         def started() -> None:
             loop.call_soon_threadsafe(start_timer)
 
+        late = loop.call_later(START_WITHIN, child.kill)
+        timers.append(late)
         call = partial(child.run, handler, attempt.ctx, arguments, self.host, started)
         running = self.threads.submit(as_in_coroutine, call)
         try:

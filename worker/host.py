@@ -8,12 +8,12 @@ import json
 import pickle
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, contextmanager, suppress
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import psycopg
+from psycopg import errors as pg
 from psycopg.rows import tuple_row
 from psycopg_pool import AsyncConnectionPool
 
@@ -28,25 +28,22 @@ from pgqueue.job import Lease, NewJob
 from pgqueue.outcome import BadResult, JobAbandoned, NoConnection, result_text
 from pgqueue.pools import check
 from pgqueue.worker import transactions
-from pgqueue.worker.children import ChildDied, die_with_parent, spawning
+from pgqueue.worker.children import ChildDied, Children
 
 T = TypeVar("T")
 C = TypeVar("C")
 
 PROGRESS_EVERY = 1.0
-CHECK_EVERY = 0.5
+LOOK_EVERY = 0.2
+"""Seconds, while chunks run: whether their job is to stop."""
+LEFT_BEHIND = 1000
+"""So many chunks in threads may go on after their jobs."""
 
 
 async def cleaned(conn: Connection) -> None:
     """What a handler has set, locked or listened to on it is not for the next one."""
     conn.row_factory = tuple_row
     await conn.execute("DISCARD ALL")
-
-
-def kill(pool: ProcessPoolExecutor) -> None:
-    for process in list(pool._processes.values()):
-        process.kill()
-    pool.shutdown(wait=False, cancel_futures=True)
 
 
 class WorkerHost:
@@ -56,10 +53,10 @@ class WorkerHost:
         self.name = name
         self.loop: asyncio.AbstractEventLoop | None = None
         self._pools: dict[str, AsyncConnectionPool[Connection]] = {}
-        self._chunk_processes: list[ProcessPoolExecutor] = []
-        """Those that are idle, each with one process: to kill it harms no other job."""
+        self._children = Children()
         self._chunk_room = asyncio.Semaphore(threads)
-        self._chunk_threads: ThreadPoolExecutor | None = None
+        # The slots are the limit: a chunk that does not end must not take the place of another job's.
+        self._chunk_threads = ThreadPoolExecutor(threads + LEFT_BEHIND, thread_name_prefix="chunk")
         self._progress: dict[int, tuple[str, dict[str, Any]]] = {}
         self._flushing: asyncio.TimerHandle | None = None
         self._flushes: set[asyncio.Task[None]] = set()
@@ -132,7 +129,8 @@ class WorkerHost:
         try:
             async with self.connection() as conn:
                 for id, (token, progress) in reported.items():
-                    with suppress(BadResult):  # one that cannot be stored must not cost the others theirs
+                    # One that cannot be stored, or whose row somebody holds, must not cost the others theirs.
+                    with suppress(BadResult, pg.LockNotAvailable):
                         if (text := result_text(progress)) is not None:
                             await finish.progress(conn, Lease(id, token), text)
         except Exception:
@@ -142,10 +140,14 @@ class WorkerHost:
     # Jobs from handlers, only while the lease stands.
 
     async def add_job(self, ctx: Context, job: NewJob) -> Added:
-        with translated():
-            async with self.connection() as conn, conn.transaction():
-                await conn.execute("SELECT pgqueue.assert_lease(%s, %s)", [ctx.id, ctx.lease_token], prepare=False)
-                return await enqueue.add_job(conn, job)
+        while True:
+            with translated(), suppress(pg.LockNotAvailable):
+                async with self.connection() as conn, conn.transaction():
+                    await conn.execute("SET LOCAL lock_timeout = '500ms'")
+                    await conn.execute("SELECT pgqueue.assert_lease(%s, %s)", [ctx.id, ctx.lease_token], prepare=False)
+                    await conn.execute("SET LOCAL lock_timeout TO DEFAULT")
+                    return await enqueue.add_job(conn, job)
+            await asyncio.sleep(0.2)  # without the connection, which others need
 
     def add_job_sync(self, ctx: Context, job: NewJob) -> Added:
         return self._from_thread(self.add_job(ctx, job))
@@ -167,13 +169,14 @@ class WorkerHost:
         return self._from_thread(self.load_step(ctx, name))
 
     async def save_step(self, ctx: Context, name: str, result: str | None) -> None:
-        """However long the database is away: the step has run, and should not run again."""
+        """However long the database is away, or somebody holds the job's row: the step has run, and should not run
+        again."""
         while True:
             try:
                 async with self.connection() as conn:
                     return await steps.save_step(conn, Lease(ctx.id, ctx.lease_token), name, result)
             except (psycopg.Error, OSError) as error:
-                if not is_outage(error):
+                if not is_outage(error) and not isinstance(error, pg.LockNotAvailable):
                     raise
                 await asyncio.sleep(0.2)
 
@@ -188,19 +191,16 @@ class WorkerHost:
         with transactions.only_one(ctx), self._undisturbed_by_us(ctx, begin):
             await self._flushed(ctx)
             async with self.held_connection() as conn:
-                await conn.execute(begin)
+                await conn.execute(transactions.marked(begin, ctx))
                 try:
                     failpoint("tx.begun")
                     yield conn
                     failpoint("tx.body_done")
-                    transactions.still_open(conn)
                     await transactions.complete(conn, ctx)
                     failpoint("tx.completed")
-                except BaseException as error:
-                    if isinstance(error, Exception):  # committed by SQL, and failed after that
-                        transactions.still_open(conn)
-                    with suppress(psycopg.Error):  # a broken connection has rolled back already
-                        await conn.execute("ROLLBACK")
+                except BaseException:
+                    if not await transactions.rolled_back(conn, ctx):
+                        raise transactions.ended_by_sql(ctx) from None
                     raise
                 await self._commit(conn, ctx)
 
@@ -262,19 +262,16 @@ class WorkerHost:
         begin = transactions.begin(isolation)
         with transactions.only_one(ctx), self._undisturbed_by_us(ctx, begin), closing(self._connected()) as conn:
             self._from_thread(self._flushed(ctx))
-            conn.execute(begin)
+            conn.execute(transactions.marked(begin, ctx))
             try:
                 failpoint("tx.begun")
                 yield conn
                 failpoint("tx.body_done")
-                transactions.still_open(conn)
                 transactions.complete_sync(conn, ctx)
                 failpoint("tx.completed")
-            except BaseException as error:
-                if isinstance(error, Exception):
-                    transactions.still_open(conn)
-                with suppress(psycopg.Error):
-                    conn.execute("ROLLBACK")
+            except BaseException:
+                if not transactions.rolled_back_sync(conn, ctx):
+                    raise transactions.ended_by_sql(ctx) from None
                 raise
             try:
                 transactions.committed(conn.execute("COMMIT"))
@@ -304,13 +301,21 @@ class WorkerHost:
         bounds = [(i * len(items) // count, (i + 1) * len(items) // count) for i in range(count)]
         async with self.connection() as conn:
             kept = await steps.load_steps(conn, ctx.id)
-        # If one fails, the others end first: what they made is kept, and they do not run beside the next attempt.
-        chunks = (self._chunk(ctx, fn, items[low:high], low, high, executor, kept) for low, high in bounds)
-        results = await asyncio.gather(*chunks, return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return cast("list[T]", results)
+        called = (fn.__module__, fn.__qualname__)
+        turn = ctx._chunked[called] = ctx._chunked.get(called, 0) + 1
+        chunks = [
+            asyncio.ensure_future(self._chunk(ctx, fn, items[low:high], low, high, executor, kept, turn))
+            for low, high in bounds
+        ]
+        try:
+            # If one fails, the others end first: what they made is kept, and they do not run beside the next attempt.
+            while (await asyncio.wait(chunks, timeout=LOOK_EVERY))[1]:
+                ctx._go_on()  # whoever waits for them may be a thread, or a process that is dead by now
+            return [each.result() for each in chunks]
+        finally:
+            for each in chunks:
+                each.cancel()
+            await asyncio.gather(*chunks, return_exceptions=True)
 
     def map_chunks_sync(
         self, ctx: Context, fn: Callable[[Sequence[C]], T], items: Sequence[C], executor: str
@@ -326,12 +331,16 @@ class WorkerHost:
         high: int,
         executor: str,
         kept: dict[str, str | None],
+        turn: int,
     ) -> T:
         # The digest keeps a result from being used for other items that stand at the same place.
         digest = hashlib.sha256(pickle.dumps(chunk)).hexdigest()[:16]
         name = f"chunk:{fn.__module__}.{fn.__qualname__}:{low}:{high}:{digest}"
+        if turn > 1:
+            name += f":{turn}"  # all lambdas of a function have one name
         if name not in kept:
-            text = result_text(await self._run_chunk(ctx, fn, chunk, executor))
+            ctx._go_on()
+            text = result_text(await self._run_chunk(fn, chunk, executor))
             await self.save_step(ctx, name, text)
             kept[name] = text
         text = kept[name]
@@ -339,47 +348,31 @@ class WorkerHost:
         result: T = None if text is None else json.loads(text)  # type: ignore[assignment]
         return result
 
-    async def _run_chunk(self, ctx: Context, fn: Callable[[Sequence[C]], T], chunk: Sequence[C], executor: str) -> T:
+    async def _run_chunk(self, fn: Callable[[Sequence[C]], T], chunk: Sequence[C], executor: str) -> T:
+        loop = asyncio.get_running_loop()
         if executor == "thread":
-            self._chunk_threads = self._chunk_threads or ThreadPoolExecutor(self.threads, thread_name_prefix="chunk")
-            return await self._until_stopped(ctx, self._chunk_threads.submit(fn, chunk))
-        async with self._chunk_room:
-            ctx._go_on()
-            process, running = self._in_process(fn, chunk)
-            try:
-                return await self._until_stopped(ctx, running)
-            except BrokenProcessPool as error:
-                raise ChildDied("a process that ran a chunk died") from error
-            except (pickle.PicklingError, AttributeError) as error:
-                if "pickle" in str(error).lower():
-                    raise BadResult(
-                        f"map_chunks: {fn.__qualname__} must be a function at the top of a module,"
-                        " or say executor='thread'"
-                    ) from error
-                raise
-            finally:
-                if not running.done() or running.cancelled() or isinstance(running.exception(), BrokenProcessPool):
-                    kill(process)
-                else:
-                    self._chunk_processes.append(process)
-
-    def _in_process(self, fn: Callable[[Sequence[C]], T], chunk: Sequence[C]) -> tuple[ProcessPoolExecutor, Future[T]]:
-        while self._chunk_processes:
-            process = self._chunk_processes.pop()
-            with suppress(BrokenProcessPool):  # it died while it was idle
-                return process, process.submit(fn, chunk)
-        process = ProcessPoolExecutor(1, mp_context=spawning, initializer=die_with_parent)
-        return process, process.submit(fn, chunk)
-
-    async def _until_stopped(self, ctx: Context, running: Future[T]) -> T:
-        """Whoever waits for a chunk does so no longer than its job may run, even in a thread."""
-        waiting = asyncio.wrap_future(running)
+            return await loop.run_in_executor(self._chunk_threads, fn, chunk)
         try:
-            while not (await asyncio.wait([waiting], timeout=CHECK_EVERY))[0]:
-                ctx._go_on()
-            return waiting.result()
-        finally:
-            waiting.cancel()
+            pickle.dumps(fn)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise BadResult(
+                f"map_chunks: {fn.__qualname__} must be a function at the top of a module, or say executor='thread'"
+            ) from error
+        async with self._chunk_room:
+            child = self._children.take()
+            running = self._chunk_threads.submit(child.run_chunk, fn, chunk)
+            try:
+                answer: T = await asyncio.wrap_future(running)
+                return answer
+            except ChildDied as error:
+                raise ChildDied(f"a process that ran a chunk died: {error}") from error
+            finally:
+                if running.done():
+                    self._children.give_back(child)
+                else:
+                    # Its job has ended; its thread still waits for the process.
+                    child.spoil()
+                    running.add_done_callback(lambda _: loop.call_soon_threadsafe(self._children.give_back, child))
 
     def _from_thread(self, coroutine: Coroutine[Any, Any, T]) -> T:
         assert self.loop is not None
@@ -392,9 +385,7 @@ class WorkerHost:
             with suppress(TimeoutError):
                 async with asyncio.timeout(1):
                     await self._flush()
-        for process in self._chunk_processes:
-            process.shutdown(wait=False)
-        if self._chunk_threads is not None:
-            self._chunk_threads.shutdown(wait=False, cancel_futures=True)
+        self._children.close()
+        self._chunk_threads.shutdown(wait=False, cancel_futures=True)
         for pool in self._pools.values():
             await pool.close()

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 
 import psycopg
+from psycopg import errors as pg
 
 from pgqueue import idempotency
 from pgqueue.claim import Claimed
+from pgqueue.db import is_outage
 from pgqueue.errors import LeaseLost
 from pgqueue.failpoints import failpoint
 from pgqueue.finish import Failed, Snoozed, Written
 from pgqueue.idempotency import L1, Effect, Standing
 from pgqueue.job import Lease
+from pgqueue.log import say
 from pgqueue.worker.host import WorkerHost
+
+logger = logging.getLogger("pgqueue.worker")
 
 BUSY_PAUSE = 0.5
 UNSETTLED_PAUSE = 5.0
@@ -52,9 +58,16 @@ class Once:
                 if standing is Standing.DONE and await idempotency.complete_duplicate(conn, lease, effect.key):
                     self.remember(job.id, effect)
                     return Written(job.id, lease_token, "duplicate")
-        except (psycopg.Error, OSError, LeaseLost):
+        except (psycopg.Error, OSError, LeaseLost) as error:
             # Nothing has run yet: somebody else, or we later, will see.
-            return lease
+            if isinstance(error, LeaseLost) or is_outage(error):
+                return lease
+            pause = BUSY_PAUSE
+            if not isinstance(error, pg.LockNotAvailable):
+                pause = UNSETTLED_PAUSE
+                text = f"put off job {job.id} {job.type}, whose effect cannot be begun: {str(error).strip()}"
+                say(logger, logging.WARNING, "effect.refused", text, job=job.id, type=job.type)
+            return Snoozed(job.id, lease_token, pause * random.uniform(0.5, 1.0))
         if standing is Standing.OURS or (standing is Standing.AGAIN and not effect.at_most_once):
             return None
         if standing is Standing.AGAIN:

@@ -121,6 +121,7 @@ class Runtime:
             id=str(self.worker.id),
             threads=self.worker.threads,
         )
+        broken: asyncio.Task[Any] | None = None
         tasks = [asyncio.create_task(part, name=name) for name, part in self._parts()]
         stopped = asyncio.create_task(self._stop.wait())
         try:
@@ -139,6 +140,8 @@ class Runtime:
         for task in tasks:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 raise error
+        if broken is not None:
+            raise RuntimeError(f"{broken.get_name()} ended unexpectedly")  # no orderly end: it is to be started again
 
     def _assemble(self) -> None:
         name = self.worker.name
@@ -320,13 +323,24 @@ class Runtime:
             entry = None if self.stopping else slots.take()
             if entry is None:
                 in_a_row = 0
-                await slots.something_to_do()
+                try:
+                    await slots.something_to_do()
+                except asyncio.CancelledError:
+                    if self.executors.ending:
+                        raise
+                    await attempt.forget_cancellation(task)
                 continue
             job, lease_token, threads = entry
             started = slots.moved = time.monotonic()
             held = self.held[job.id] = (job, lease_token)
             try:
                 await self._run(job, lease_token, threads, started, task)
+            except asyncio.CancelledError:
+                if self.executors.ending:
+                    raise
+                # By something that the handler of an earlier job left behind.
+                self.finisher.put(Lease(job.id, lease_token), job)
+                await attempt.forget_cancellation(task)
             finally:
                 # After a lost lease this worker may have claimed the same job again.
                 if self.held.get(job.id) is held:

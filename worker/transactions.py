@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, LiteralString
 
 import psycopg
 from psycopg.pq import TransactionStatus
-from psycopg.rows import TupleRow
+from psycopg.rows import TupleRow, tuple_row
 
 from pgqueue import finish, idempotency
 from pgqueue.context import Context
 from pgqueue.db import Connection
 from pgqueue.errors import LeaseLost
 from pgqueue.finish import Completed
-from pgqueue.outcome import GiveUp, result_text
+from pgqueue.outcome import GiveUp, InDoubt, result_text
 from pgqueue.sql import SQL
 
 BEGIN: dict[str, LiteralString] = {
@@ -66,10 +66,43 @@ class HandlersSyncConnection(psycopg.Connection[TupleRow]):
         raise psycopg.ProgrammingError(OURS_TO_END)
 
 
-def still_open(conn: Any) -> None:
+def marked(begin: LiteralString, ctx: Context) -> str:
+    """BEGIN with a mark that is gone when the handler has ended the transaction by SQL, even if it began another. It
+    takes no snapshot, and leaves nothing on the connection."""
+    return f"{begin}; SET LOCAL pgqueue.lease_token = '{ctx.lease_token}'"
+
+
+MARK = "SELECT current_setting('pgqueue.lease_token', true)"
+
+
+def ended_by_sql(ctx: Context) -> GiveUp | InDoubt:
+    """No other attempt: what it wrote may be there. Nor another job's with the same effect."""
+    return GiveUp(OURS_TO_END) if ctx._effect is None else InDoubt(OURS_TO_END)
+
+
+def still_open(conn: Any, ctx: Context) -> None:
     if conn.info.transaction_status is TransactionStatus.IDLE:
-        # By SQL. No other attempt: what it wrote may be there.
-        raise GiveUp(OURS_TO_END)
+        raise ended_by_sql(ctx)
+
+
+async def rolled_back(conn: Connection, ctx: Context) -> bool:
+    """Rolls back; whether it was still the transaction that we began. Where a statement failed, nobody can ask."""
+    ours = conn.info.transaction_status is not TransactionStatus.IDLE
+    with suppress(psycopg.Error):  # a broken connection has rolled back already
+        if conn.info.transaction_status is TransactionStatus.INTRANS:
+            cursor = await conn.cursor(row_factory=tuple_row).execute(MARK)
+            ours = await cursor.fetchone() == (ctx.lease_token,)
+        await conn.execute("ROLLBACK")
+    return ours
+
+
+def rolled_back_sync(conn: psycopg.Connection[Any], ctx: Context) -> bool:
+    ours = conn.info.transaction_status is not TransactionStatus.IDLE
+    with suppress(psycopg.Error):
+        if conn.info.transaction_status is TransactionStatus.INTRANS:
+            ours = conn.cursor(row_factory=tuple_row).execute(MARK).fetchone() == (ctx.lease_token,)
+        conn.execute("ROLLBACK")
+    return ours
 
 
 def committed(cursor: Any) -> None:
@@ -78,19 +111,34 @@ def committed(cursor: Any) -> None:
         raise RuntimeError("it was rolled back: something else used the transaction's connection while it committed")
 
 
+def completion() -> Any:
+    return f"{MARK}, ARRAY({SQL.complete})"
+
+
+def judge(row: tuple[str | None, list[int]] | None, ctx: Context) -> None:
+    assert row is not None
+    mark, lost = row
+    if mark != ctx.lease_token:
+        raise ended_by_sql(ctx)
+    if lost:
+        raise LeaseLost(f"the lease on job {ctx.id} is lost")
+
+
 async def complete(conn: Connection, ctx: Context) -> None:
     """The job's end, in the handler's transaction and under its lease."""
     job = completed(ctx)
-    if not await finish.complete_in(conn, job):
-        raise LeaseLost(f"the lease on job {ctx.id} is lost")
+    still_open(conn, ctx)
+    cursor = conn.cursor(row_factory=tuple_row)
+    judge((await (await cursor.execute(completion(), finish.completion(job), prepare=False)).fetchone()), ctx)
     if ctx._effect is not None and not await idempotency.effect_done(conn, ctx.id, ctx._effect, job.result):
         raise taken_over(ctx)
 
 
 def complete_sync(conn: psycopg.Connection[Any], ctx: Context) -> None:
     job = completed(ctx)
-    if conn.execute(SQL.complete, finish.completion(job), prepare=False).fetchone() is not None:
-        raise LeaseLost(f"the lease on job {ctx.id} is lost")
+    still_open(conn, ctx)
+    cursor = conn.cursor(row_factory=tuple_row)
+    judge(cursor.execute(completion(), finish.completion(job), prepare=False).fetchone(), ctx)
     if (effect := ctx._effect) is not None:
         parameters = {"id": ctx.id, "key": effect.key, "ttl": effect.ttl, "result": job.result}
         if conn.execute(SQL.effect_done, parameters, prepare=False).fetchone() is None:

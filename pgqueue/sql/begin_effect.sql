@@ -2,7 +2,8 @@
 -- One that is done and past its time may be done anew; one whose job is gone may be taken over, unless it must not happen
 -- twice: then nobody knows whether it happened. A job that began after this statement did is gone only to its snapshot.
 WITH lease AS MATERIALIZED (
-    SELECT j.id FROM pgqueue.jobs_live j WHERE j.id = %(id)s AND j.lease_token = %(lease_token)s::uuid FOR UPDATE
+    SELECT j.id FROM pgqueue.jobs_live j WHERE j.id = %(id)s AND j.lease_token = %(lease_token)s::uuid
+      AND (SELECT set_config('lock_timeout', '500ms', true)) IS NOT NULL FOR UPDATE
 ), taken AS (
     INSERT INTO pgqueue.effects AS e (key, job_id, lease_token, expires_at)
     SELECT %(key)s, l.id, %(lease_token)s::uuid, clock_timestamp() + make_interval(secs => %(ttl)s) FROM lease l

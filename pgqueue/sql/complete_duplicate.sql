@@ -3,6 +3,7 @@
 WITH gone AS (
     DELETE FROM pgqueue.jobs_live j USING pgqueue.effects e
     WHERE j.id = %(id)s AND j.lease_token = %(lease_token)s::uuid
+      AND (SELECT set_config('lock_timeout', '500ms', true)) IS NOT NULL
       AND e.key = %(key)s AND e.done_at IS NOT NULL AND e.expires_at > clock_timestamp() AND e.job_id <> j.id
     RETURNING j.*, e.result AS first_result, e.job_id AS first_id
 ), counted AS (
