@@ -796,7 +796,8 @@ BEGIN
         SET fingerprint = excluded.fingerprint, job_id = excluded.job_id, expires_at = excluded.expires_at,
             created_at = excluded.created_at, result = NULL
         WHERE k.job_id <> excluded.job_id AND k.expires_at <= clock_timestamp()
-          AND NOT EXISTS (SELECT FROM pgqueue.jobs_live j WHERE j.id = k.job_id);
+          AND NOT EXISTS (SELECT FROM pgqueue.jobs_live j WHERE j.id = k.job_id)
+          AND EXISTS (SELECT FROM pgqueue.idempotency_keys s WHERE s.key = k.key AND s.job_id = k.job_id);
     RETURN FOUND OR EXISTS (
         SELECT FROM pgqueue.idempotency_keys k WHERE k.key = take_key.key AND k.job_id = take_key.job_id);
 END $$;

@@ -306,7 +306,8 @@ CREATE FUNCTION pgqueue.fingerprint(type text, payload jsonb) RETURNS bytea LANG
     SET search_path = pg_catalog, pg_temp
     RETURN sha256(convert_to(coalesce(type || E'\n' || payload::text, ''), 'UTF8'));
 
--- Takes a key for a job, unless a live one has it. A key lives until it expires and its job has finished.
+-- Takes a key for a job, unless a live one has it. A key lives until it expires and its job has finished. Whoever waited for
+-- a transaction that took the key cannot see its job, nor that it has the key: then the job is taken for a live one.
 CREATE FUNCTION pgqueue.take_key(key text, fingerprint bytea, job_id bigint, ttl interval) RETURNS boolean
     LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
@@ -316,7 +317,8 @@ BEGIN
         SET fingerprint = excluded.fingerprint, job_id = excluded.job_id, expires_at = excluded.expires_at,
             created_at = excluded.created_at, result = NULL
         WHERE k.job_id <> excluded.job_id AND k.expires_at <= clock_timestamp()
-          AND NOT EXISTS (SELECT FROM pgqueue.jobs_live j WHERE j.id = k.job_id);
+          AND NOT EXISTS (SELECT FROM pgqueue.jobs_live j WHERE j.id = k.job_id)
+          AND EXISTS (SELECT FROM pgqueue.idempotency_keys s WHERE s.key = k.key AND s.job_id = k.job_id);
     RETURN FOUND OR EXISTS (
         SELECT FROM pgqueue.idempotency_keys k WHERE k.key = take_key.key AND k.job_id = take_key.job_id);
 END $$;

@@ -233,6 +233,26 @@ async def test_a_job_that_is_retried_after_its_key_expired_has_its_key(dsn, conn
     assert await value(conn, "SELECT array_agg(job_id) FROM pgqueue.idempotency_keys") == [job.id]
 
 
+@pytest.mark.parametrize("user", KEY_USERS)
+async def test_a_key_that_expires_before_its_transaction_commits(dsn, conn, user):
+    """Its job is live, but whoever waited for that transaction, or is about to prune the key, cannot see it."""
+    await conn.execute(
+        "INSERT INTO pgqueue.idempotency_keys (key, fingerprint, job_id, expires_at) VALUES ('k', '', -1, now())"
+    )
+    async with await psycopg.AsyncConnection.connect(dsn) as producer, await connect(dsn) as other:
+        await conn.execute("SELECT pg_advisory_lock(42)")
+        added = await enqueue.add_job(producer, NewJob(type="t", idempotency_key="k"))
+        await producer.execute("UPDATE pgqueue.idempotency_keys SET expires_at = clock_timestamp()")
+        using = asyncio.create_task(other.execute(KEY_USERS[user]))
+        await blocked(conn, other.info.backend_pid)
+        await producer.commit()
+        await conn.execute("SELECT pg_advisory_unlock(42)")
+        with suppress(psycopg.errors.UniqueViolation):
+            await using
+    assert await value(conn, "SELECT array_agg(id) FROM pgqueue.jobs") == [added.id]
+    assert await value(conn, "SELECT array_agg(job_id) FROM pgqueue.idempotency_keys") == [added.id]
+
+
 async def test_rescue_and_completion_of_the_same_jobs(request, dsn, conn):
     rounds, size = (40, 30) if "pg18" in request.node.name else (10, 30)
     fates = Counter()
