@@ -417,3 +417,19 @@ async def test_a_flood_of_jobs_that_nobody_knows_is_seen_once(conn: Connection) 
         assert (await claim.claim(conn, worker.who, worker.lanes, BATCH)).jobs == []
         assert (await claim.claim_parked(conn, worker.who, BATCH)).jobs == []
     check("claim", seen)
+
+
+async def test_old_steps_and_keys_are_found_without_a_scan(conn: Connection) -> None:
+    """Of history and of keys there is much more than what is past its time."""
+    for table, rows in (
+        ("jobs_finished (id, type, status, finished_at)", "n, 't', 'completed', now()"),
+        ("steps (job_id, name, created_at)", "n, 's', now() - interval '31 days' + make_interval(secs => n)"),
+        ("idempotency_keys (key, job_id, fingerprint, expires_at)", "n, n, '', now() + (n - 5000) * interval '1 s'"),
+    ):
+        await conn.execute(f"INSERT INTO pgqueue.{table} SELECT {rows} FROM generate_series(1, 100000) n".encode())
+    await conn.execute("ANALYZE")
+    async with watching(conn) as seen:
+        await conn.execute(SQL.prune_steps, {"days": 30.97})
+        await conn.execute(SQL.prune_keys, {"limit": 5000})
+    scans = [node for node in seen.nodes() if node["Node Type"] == "Seq Scan"]
+    assert [n["Relation Name"] for n in scans if n["Actual Rows"] or n.get("Rows Removed by Filter")] == []
