@@ -1,10 +1,12 @@
 -- running -> pending, when no live worker owns it; -> failed as poison after too many losses; -> cancelled if asked to stop,
 -- unless it began an effect: then the next attempt finds out whether that is in doubt.
 -- The gaps between the ids of the live workers hold exactly the jobs of all others, known or not.
+-- now() and not statement_timestamp(): where transactions are REPEATABLE READ by default, the snapshot is as old as the
+-- transaction, and a statement that waited for a lock would miss the heartbeats of all that time.
 -- A job's second loss makes it a suspect. Suspects run alone and say so (start.sql): only the one that ran is charged.
 -- ANY (ARRAY[id]) pins the join to the primary key: it cannot be hashed or merged, whatever the planner believes.
 WITH live AS MATERIALIZED (
-    SELECT w.id FROM pgqueue.workers w WHERE w.expires_at > statement_timestamp() AND w.stopped_at IS NULL
+    SELECT w.id FROM pgqueue.workers w WHERE w.expires_at > now() AND w.stopped_at IS NULL
 ), gap AS MATERIALIZED (
     SELECT lag(b.id) OVER (ORDER BY b.id) AS low, b.id AS high
     FROM (SELECT id FROM live

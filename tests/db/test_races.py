@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 import psycopg
 import pytest
 
-from pgqueue import control, enqueue, finish, promote, prune, read, rescue
+from pgqueue import control, enqueue, finish, promote, prune, read, rescue, workers
 from pgqueue.db import connect
 from pgqueue.errors import JobNotFound, WrongStatus
 from pgqueue.job import TRANSITIONS, Lease, NewJob
@@ -159,6 +159,25 @@ async def test_a_rescue_acts_on_what_is_there_and_not_on_what_it_saw(dsn, conn):
         job = await scene.play(new_worker_claims)
         assert str(job.lease_token) == scene.new.tokens[scene.id]
         assert await scene.new.complete([scene.job]) == {scene.id}
+
+
+@pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
+async def test_a_rescue_that_waited_for_a_lock_takes_nothing_from_the_living(dsn, conn, isolation):
+    """Where the snapshot is as old as the transaction, it does not show the heartbeats of that time."""
+    owner = await MiniWorker(conn).register(lease_timeout=1)
+    await add(conn, NewJob(type="t"))
+    await owner.claim()
+    vitals = {"threads_used": 1, "completed": 0, "failed": 0, "listening": False}
+    async with await psycopg.AsyncConnection.connect(dsn) as holder, await connect(dsn) as janitor:
+        await janitor.execute(f"SET default_transaction_isolation = '{isolation}'")
+        await holder.execute("LOCK TABLE pgqueue.attempts")
+        await workers.heartbeat(conn, owner.worker, **vitals)
+        rescuing = asyncio.create_task(rescue.rescue(janitor))
+        await blocked(conn, janitor.info.backend_pid)
+        await conn.execute("SELECT pg_sleep(1.1)")
+        await workers.heartbeat(conn, owner.worker, **vitals)
+        await holder.rollback()
+        assert await rescuing == (0, 0)
 
 
 @pytest.mark.parametrize("commits", [True, False])
