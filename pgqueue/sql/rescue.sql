@@ -1,5 +1,6 @@
 -- running -> pending, when no live worker owns it; -> failed as poison after too many losses; -> cancelled if asked to stop,
--- unless it began an effect: then the next attempt finds out whether that is in doubt.
+-- unless it began an effect: then the next attempt finds out whether that is in doubt. Poison whose id is in the dead letter
+-- queue already has no place there, and is cancelled: it must not stop the rescue of all others.
 -- The gaps between the ids of the live workers hold exactly the jobs of all others, known or not.
 -- now() and not statement_timestamp(): where transactions are REPEATABLE READ by default, the snapshot is as old as the
 -- transaction, and a statement that waited for a lock would miss the heartbeats of all that time.
@@ -32,6 +33,7 @@ WITH live AS MATERIALIZED (
            l.lost,
            CASE WHEN o.cancel_requested_at IS NOT NULL
                      AND NOT EXISTS (SELECT FROM pgqueue.effects e WHERE e.job_id = o.id AND e.done_at IS NULL) THEN 'cancelled'
+                WHEN l.lost >= %(max_lost)s AND (SELECT true FROM pgqueue.jobs_failed f WHERE f.id = o.id LIMIT 1) THEN 'cancelled'
                 WHEN l.lost >= %(max_lost)s THEN 'failed'
                 ELSE 'retried' END AS outcome
     FROM orphan o
@@ -56,8 +58,8 @@ WITH live AS MATERIALIZED (
         max_attempts, attempt, losses, idempotency_key, tags, created_at, worker_id, threads_used,
         least(started_at, statement_timestamp()), cancel_requested_at, progress, statement_timestamp(),
         CASE outcome WHEN 'failed' THEN 'poison' ELSE 'cancelled' END,
-        CASE outcome WHEN 'failed' THEN 'WorkerLost' END,
-        CASE outcome WHEN 'failed' THEN format('%%s workers died while they ran this job', losses) END
+        CASE WHEN losses >= %(max_lost)s THEN 'WorkerLost' END,
+        CASE WHEN losses >= %(max_lost)s THEN format('%%s workers died while they ran this job', losses) END
     FROM gone
 ), counted AS (
     INSERT INTO pgqueue.tallies (event, queue, type, reason, attempt, jobs)

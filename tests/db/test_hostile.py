@@ -656,6 +656,19 @@ async def test_an_id_that_is_in_the_dead_letter_queue_already_holds_up_nobody(co
     assert await statuses(conn) == {"failed": 4, "cancelled": 1}, "with a twin, it has no place there"
 
 
+async def test_poison_whose_id_is_in_the_dead_letter_queue_already_holds_up_nobody(conn):
+    ids = await add(conn, *[NewJob(type="t") for _ in range(3)])
+    assert len(await MiniWorker(conn).claim()) == 3
+    await conn.execute("UPDATE pgqueue.jobs_live SET lost = 2, threads_used = 1 WHERE id <> %s", [ids[0]])
+    await conn.execute(
+        "INSERT INTO pgqueue.jobs_failed (id, type, status, finished_at) VALUES (%s, 't', 'failed', now())", [ids[1]]
+    )
+    assert await rescue.rescue(conn) == (3, 1)
+    assert await statuses(conn) == {"pending": 1, "cancelled": 1, "failed": 2}
+    error = "SELECT error FROM pgqueue.jobs_finished"
+    assert await value(conn, error) == "3 workers died while they ran this job"
+
+
 async def test_snoozed_for_ever_and_cancelled_with_a_bad_word(conn):
     ids = await add(conn, *[NewJob(type="t") for _ in range(6)])
     worker = await MiniWorker(conn).register()
