@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from pgqueue.db import Connection, translated
+from pgqueue.db import Connection, retrying, translated
 from pgqueue.pages import like
 from pgqueue.sql import SQL
 
@@ -58,7 +58,8 @@ class TableSize(NamedTuple):
 
 async def fold(conn: Connection, *, wait: bool = True) -> int:
     """Brings the totals up to date, and says how many tallies there were. Without `wait`, not if another is at it."""
-    rows = await _rows(conn, SQL.fold, {"wait": wait})
+    # Where transactions are REPEATABLE READ by default, whoever waited for another fold sees what that one took.
+    rows = await retrying(lambda: _rows(conn, SQL.fold, {"wait": wait}))
     return int(rows[0][0])
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from uuid import uuid4
 
 import psycopg
+import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
@@ -304,6 +305,24 @@ async def test_two_folds_at_once_count_once(conn: psycopg.AsyncConnection, dsn: 
     await asyncio.gather(*[fold() for _ in range(8)])
     await tally.fold(conn)
     assert sum(one.value for one in await tally.read_totals(conn) if one.name == "enqueued") == 80
+
+
+@pytest.mark.parametrize("isolation", ["read committed", "repeatable read", "serializable"])
+async def test_a_fold_that_waited_for_another(conn: psycopg.AsyncConnection, dsn: str, isolation: str) -> None:
+    await conn.execute("INSERT INTO pgqueue.jobs (type) VALUES ('t')")
+    async with (
+        await psycopg.AsyncConnection.connect(dsn) as first,
+        await psycopg.AsyncConnection.connect(dsn, autocommit=True) as second,
+    ):
+        await second.execute(f"SET default_transaction_isolation = '{isolation}'".encode())
+        await first.execute("SELECT pgqueue.fold()")
+        folding = asyncio.create_task(tally.fold(second))
+        waits = b"SELECT 1 FROM pg_locks WHERE NOT granted AND pid = %d" % second.info.backend_pid
+        while not await (await conn.execute(waits)).fetchone():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await first.commit()
+        assert await folding == 0
+    assert sum(one.value for one in await tally.read_totals(conn) if one.name == "enqueued") == 1
 
 
 def test_percentiles() -> None:
