@@ -21,14 +21,13 @@ async def make_partitions(conn: Connection) -> int:
 
 
 async def prune(conn: Connection, retention_days: float) -> int:
-    """How many partitions were dropped."""
-    dropped = await _number(conn, SQL.drop_partitions, {"days": retention_days})
+    """How many partitions were dropped. They come last: if somebody's view stands on one, only they wait for that."""
     await forget(conn)
     await conn.execute(SQL.prune_steps, {"days": retention_days}, prepare=False)
     await conn.execute(SQL.prune_series, {"days": retention_days}, prepare=False)
     await conn.execute(SQL.prune_workers, prepare=False)
     await conn.execute(SQL.prune_access, prepare=False)
-    return dropped
+    return await _number(conn, SQL.drop_partitions, {"days": retention_days})
 
 
 async def forget(conn: Connection) -> bool:

@@ -145,6 +145,21 @@ async def test_rows_that_somebody_holds_are_pruned_the_next_time(conn: Connectio
     assert await value(conn, f"SELECT {left}") == 0
 
 
+async def test_a_partition_that_cannot_be_dropped_keeps_nothing_else(conn: Connection) -> None:
+    await conn.execute(
+        "CREATE TABLE pgqueue.attempts_20200101 PARTITION OF pgqueue.attempts"
+        " FOR VALUES FROM ('2020-01-01') TO ('2020-01-02')"
+    )
+    await conn.execute("CREATE VIEW report AS SELECT * FROM pgqueue.attempts_20200101")
+    await conn.execute("INSERT INTO pgqueue.users (name, password_hash, scopes) VALUES ('ana', '', '{}')")
+    for table, row in OUTDATED.items():
+        await conn.execute(f"INSERT INTO pgqueue.{table} {row} FROM generate_series(1, 2) i, pgqueue.users u".encode())
+    with pytest.raises(psycopg.errors.DependentObjectsStillExist):
+        await prune.prune(conn, 30)
+    left = " + ".join(f"(SELECT count(*) FROM pgqueue.{table})" for table in OUTDATED)
+    assert await value(conn, f"SELECT {left}") == 0
+
+
 async def test_a_publication_of_all_tables(conn: Connection) -> None:
     await conn.execute("CREATE PUBLICATION everything FOR ALL TABLES")
     await conn.execute("INSERT INTO pgqueue.jobs (type) VALUES ('t')")
