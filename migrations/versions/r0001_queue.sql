@@ -575,6 +575,8 @@ BEGIN
         UPDATE pgqueue.jobs_live j SET payload = new.payload, queue = new.queue, priority = new.priority,
             run_at = new.run_at, thread_demand = new.thread_demand, timeout = new.timeout, max_attempts = new.max_attempts,
             tags = new.tags, name = new.name, parked = false,
+            -- Who moves it names a time, whatever becomes of the clock: it is not put off by its last attempt any more.
+            started_at = CASE WHEN new.run_at = old.run_at THEN j.started_at END,
             status = CASE WHEN new.run_at > statement_timestamp() THEN 'scheduled'::pgqueue.status ELSE 'pending' END,
             seq = CASE WHEN old.status = 'pending' AND NOT old.parked
                             AND (new.queue, new.priority, new.run_at) IS NOT DISTINCT FROM (old.queue, old.priority, old.run_at)

@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 
-from pgqueue import finish, rescue, workers
+from pgqueue import control, finish, rescue, workers
 from pgqueue.job import NewJob
 from tests.db.queue import MiniWorker, add, value
 
@@ -104,3 +104,13 @@ async def test_what_was_put_off_is_as_far_off_as_it_was_meant_to_be(conn, beaten
     moved = await value(conn, far.replace("- now()", ""))
     await rescue.rescue(conn, clock=clock)
     assert await value(conn, far.replace("- now()", "")) == moved, "once"
+
+
+async def test_what_an_operator_put_off_stays_where_it_is(conn):
+    worker = await MiniWorker(conn).register()
+    [id] = await add(conn, NewJob(type="at noon"))
+    await worker.fail(await worker.claim(), delay=30.0)
+    await control.edit_job(conn, id, {"run_at": "2030-01-01T12:00:00Z"})
+    await set_back(conn)
+    await rescue.rescue(conn)
+    assert await value(conn, "SELECT run_at = '2030-01-01 12:00+00' FROM pgqueue.jobs_live")
