@@ -38,7 +38,7 @@ async def first_answer(conn: Connection, key: Key) -> Answer | None:
             await conn.execute("SELECT set_config('lock_timeout', %s, true)", [PATIENCE])
             parameters = key._asdict()
             taken = await (await conn.execute(SQL.begin_answer, parameters, prepare=False)).fetchone()
-            await conn.execute("SELECT set_config('lock_timeout', '0', true)")
+            await conn.execute("SET LOCAL lock_timeout TO DEFAULT")
             if taken:
                 return None
             del parameters["fingerprint"]

@@ -9,6 +9,7 @@ from uuid import uuid4
 import psycopg
 import pytest
 
+from pgqueue import answers
 from tests.api.conftest import Api, until, worker_process
 
 V1 = "/api/v1"
@@ -161,6 +162,12 @@ def test_idempotency_key(api: Api) -> None:
     refused = {"Idempotency-Key": "k-2"}
     assert api("POST", f"{V1}/jobs", {"type": "t", "queue": "a b"}, headers=refused).status == 422
     assert api("POST", f"{V1}/jobs", body, headers=refused).status == 201
+
+
+async def test_a_request_with_a_key_waits_no_longer_than_the_database_says(dsn: str) -> None:
+    async with await psycopg.AsyncConnection.connect(dsn, options="-c lock_timeout=300ms") as conn:
+        assert await answers.first_answer(conn, answers.Key("s", "r", "k", b"")) is None
+        assert await (await conn.execute("SHOW lock_timeout")).fetchone() == ("300ms",)
 
 
 def test_an_idempotency_key_of_a_deleted_job(api: Api) -> None:
