@@ -105,6 +105,7 @@ def no_poll(patch: Patch) -> None:
 
 
 def unsorted_batches(patch: Patch) -> None:
+    """C40 of the fault suite sees it, too: tests/chaos/test_mutants.py."""
     for statement in ("fail", "cancel", "snooze", "release"):
         altered(patch, statement, " ORDER BY id", "")
 

@@ -1,5 +1,6 @@
 """Load that goes on while somebody holds a snapshot, migrates, fills the disk or works on many jobs at once."""
 
+import asyncio
 import os
 import random
 import shutil
@@ -7,19 +8,26 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contextmanager, suppress
 from datetime import datetime
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from statistics import median
 
 import psycopg
 
-from pgqueue import migrate
+from pgqueue import finish, migrate, workers
+from pgqueue.db import Connection, connect
 from pgqueue.embedded import start_postgres
+from pgqueue.job import Lease
+from tests.chaos.cuts.parts import cancelled, completed, failed, released
 from tests.chaos.scenarios.history import Twin, twin
 from tests.chaos.site import Site, fault, on, percentile, site, tool
 from tests.chaos.verdict import Skipped, Verdict
+from tests.db.queue import MiniWorker
 from tests.worker.processes import wait
 
 
@@ -36,6 +44,11 @@ class Stream:
         self.refused: list[str] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
+
+    @property
+    def reached(self) -> float:
+        """Jobs a second, from the first that was tried to the last."""
+        return len(self.acknowledged) / max(1.0, self.took[-1][0] - self.took[0][0])
 
     @contextmanager
     def running(self) -> Iterator["Stream"]:
@@ -141,6 +154,7 @@ def snapshot_is_held(verdict: Verdict, small: bool) -> None:
             p99 = median(points[-6:])
             verdict.expect(p99 <= max(0.1, 3 * usual), f"{what}: p99 of waiting is {p99:.3f} s, usually {usual:.3f}")
         verdict.expect(backlog < rate, f"{backlog} jobs wait")
+        verdict.expect(stream.reached > 0.95 * rate, f"only {stream.reached:.0f} jobs/s came, not {rate}")
         if not small:
             for kind in [kind for holds in HOLDS.values() for kind in holds]:
                 told_after = alarms.get(kind)
@@ -148,7 +162,7 @@ def snapshot_is_held(verdict: Verdict, small: bool) -> None:
             events = [event["message"] for worker in at.fleet.workers for event in worker.events("snapshot.held")]
             verdict.expect(len(events) == 4, f"told of {events}")
             verdict.figures["alarm_after_s"] = {kind: round(after, 1) for kind, after in alarms.items()}
-        verdict.figures |= {"jobs_per_s": rate, "wait_p99": curves, "after": sizes(at)}
+        verdict.figures |= {"jobs_per_s": round(stream.reached), "wait_p99": curves, "after": sizes(at)}
 
 
 def told(at: Site, began: float, kinds: Iterable[str]) -> dict[str, float]:
@@ -343,10 +357,64 @@ def reader(at: Site) -> Iterator[Callable[[], None]]:
         conn.close()
 
 
+VERBS: dict[str, Callable[[Lease], Lease]] = {
+    "complete": completed,
+    "fail": partial(failed, delay=0.0),
+    "cancel": cancelled,
+    "snooze": lambda lease: finish.Snoozed(lease.id, lease.lease_token, 0.0),
+    "release": released,
+}
+
+
+class Hands:
+    """Several hands that end the same attempts, many with each statement, and each in an order of its own."""
+
+    HANDS, ATTEMPTS, BATCH = 4, 60, 30
+
+    def __init__(self, dsn: str, ids: list[int]) -> None:
+        self.dsn = dsn
+        self.ids = ids
+        """Of all jobs; those that these need are added, so that the others work on them, too."""
+        self.batches: Counter[str] = Counter()
+        self.wrong: list[tuple[str, int, int]] = []
+        """How, which job, and by how many it was ended."""
+
+    async def end_jobs(self, until: float) -> None:
+        async with AsyncExitStack() as stack:
+            first, *hands = [await stack.enter_async_context(await connect(self.dsn)) for _ in range(self.HANDS + 1)]
+            worker = await MiniWorker(first, queues=["hands"]).register(lease_timeout=600)
+            for verb in cycle(VERBS):
+                if time.monotonic() > until:
+                    break
+                if len(jobs := await worker.claim(self.ATTEMPTS)) < self.ATTEMPTS // 2:
+                    added = "INSERT INTO pgqueue.jobs (queue, type, max_attempts) SELECT 'hands', 'nothing', 1000"
+                    found = await first.execute(
+                        f"{added} FROM generate_series(1, {self.ATTEMPTS}) RETURNING id".encode()
+                    )
+                    self.ids += [id for (id,) in await found.fetchall()]
+                leases = [Lease(job.id, worker.tokens[job.id]) for job in jobs]
+                done = Counter[int]()
+                for ended in await asyncio.gather(*(self._end(hand, verb, leases) for hand in hands)):
+                    done.update(ended)
+                self.wrong += [(verb, lease.id, done[lease.id]) for lease in leases if done[lease.id] != 1]
+            # What a deadlock has left is rescued.
+            await workers.retire(first, worker.who.worker_id, completed=0, failed=0)
+
+    async def _end(self, hand: Connection, verb: str, leases: Sequence[Lease]) -> list[int]:
+        order, ended = random.sample(leases, len(leases)), []
+        for start in range(0, len(order), self.BATCH):
+            outcomes = [VERBS[verb](lease) for lease in order[start : start + self.BATCH]]
+            with suppress(psycopg.errors.DeadlockDetected):  # PostgreSQL counts them
+                ended += await getattr(finish, verb)(hand, outcomes)
+                self.batches[verb] += 1
+        return ended
+
+
 @fault(
     "C40",
-    "completing, cancelling, retrying, editing, pruning, all of it on the same jobs at the same time",
-    invariant="no deadlock, and every job is in one place",
+    "completing, failing, snoozing, giving back and stopping in batches by several hands, cancelling, retrying,"
+    " editing, pruning, all of it on the same jobs at the same time",
+    invariant="no deadlock, every attempt is ended by one hand, and every job is in one place",
     minute=True,
     budget=180,
 )
@@ -354,9 +422,10 @@ def everybody_at_once(verdict: Verdict, small: bool) -> None:
     seconds, jobs = (6.0, 300) if small else (60.0, 1500)
     with site({"log_lock_waits": "on", "deadlock_timeout": "200ms"}) as at:
         for name in ("a", "b"):
-            at.worker(name, threads=8, ready=False)
+            at.worker(name, threads=8, ready=False, queues="default")
         ids = at.db.add_many("sleep", [{"seconds": 0.02}] * jobs, max_attempts=1)
         until = time.monotonic() + seconds
+        hands = Hands(at.server.dsn, ids)
         acts: dict[str, int] = {}
         errors: list[str] = []
         statements = {
@@ -389,16 +458,20 @@ def everybody_at_once(verdict: Verdict, small: bool) -> None:
         ]
         for actor in actors:
             actor.start()
+        asyncio.run(hands.end_jobs(until))
         for actor in actors:
             actor.join()
-        at.db.run("SELECT pgqueue.act_on_jobs(%s, 'retry', 'the end')", ids)
+        for some, last in ((ids[:jobs], "retry"), (ids[jobs:], "cancel")):
+            at.db.run("SELECT pgqueue.act_on_jobs(%s, %s, 'the end')", some, last)
         wait(lambda: not at.db.value("SELECT count(*) FROM pgqueue.jobs_live"), "everything has ended", 90)
         deadlocks = at.db.value("SELECT deadlocks FROM pg_stat_database WHERE datname = current_database()")
         places = at.db.value("SELECT count(*) - count(DISTINCT id) FROM pgqueue.jobs")
-        verdict.n = jobs
-        verdict.faults = acts
-        verdict.lost = jobs - sum(at.db.statuses(ids).values())
+        verdict.n = len(ids)
+        verdict.faults = acts | {f"{verb} in batches": number for verb, number in hands.batches.items()}
+        verdict.lost = len(ids) - sum(at.db.statuses(ids).values())
         verdict.duplicated = places
+        verdict.expect(len(hands.batches) == len(VERBS), f"the hands only came to {dict(hands.batches)}")
+        verdict.expect(not hands.wrong, f"{len(hands.wrong)} attempts were not ended by one hand: {hands.wrong[:5]}")
         if deadlocks:
             log = (at.folder / "pg" / "postgres.log").read_text()
             verdict.problems.append(f"{deadlocks} deadlocks: {log[log.index('deadlock detected') :][:1500]}")
