@@ -32,6 +32,7 @@ from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
 from pgqueue.embedded import PostgresServer, ValkeyServer, start_valkey
+from tests.chaos.door import Door
 from tests.chaos.handlers import EFFECTS
 from tests.chaos.ledger import Ledger
 from tests.chaos.monitor import AUDIT, Monitor
@@ -198,6 +199,10 @@ class Lab:
         watched = Monitor(ground.dsn, lambda: [one.pid for one in self.alive], lease=lease, rescue=rescue)
         return await self.stack.enter_async_context(watched.watching())
 
+    async def door(self, dsn: str, **environ: str) -> Door:
+        """The API, on this database."""
+        return await self.stack.enter_async_context(Door.opened(self, dsn, **environ))
+
     # Workers
 
     def worker(
@@ -294,7 +299,7 @@ async def connected(dsn: str, within: float = 60) -> psycopg.AsyncConnection:
     deadline = time.monotonic() + within
     while True:
         try:
-            return await psycopg.AsyncConnection.connect(dsn, connect_timeout=5)
+            return await psycopg.AsyncConnection.connect(dsn, connect_timeout=5, prepare_threshold=None)
         except psycopg.OperationalError:
             if time.monotonic() > deadline:
                 raise

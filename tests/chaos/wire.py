@@ -3,6 +3,7 @@ passes by, and leaves the reading of messages to the one in tests/once."""
 
 import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -72,6 +73,8 @@ class Wire:
         self.frozen = False
         """Whether everything is swallowed, and no connection ends: as if the cable were out."""
         self.links: set[Link] = set()
+        self.opened: list[tuple[float, str]] = []
+        """When somebody wanted a connection, and the application_name, of those who do not ask for encryption first."""
         self.last: tuple[str, When] | None = None
         """What it cut last."""
         self._ambush: Ambush | None = None
@@ -137,7 +140,7 @@ class Link(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.client: asyncio.Transport = transport  # type: ignore[assignment]
         self.wire.links.add(self)
-        self.connecting = asyncio.get_running_loop().create_task(self._connect())
+        self.connecting: asyncio.Task[None] | None = None
 
     async def _connect(self) -> None:
         target = self.wire.target
@@ -156,6 +159,9 @@ class Link(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self.wire.frozen:
             return
+        if self.connecting is None:
+            self.wire.opened.append((time.monotonic(), application_name(data)))
+            self.connecting = asyncio.get_running_loop().create_task(self._connect())
         if (ambush := self.wire.ambushed(data)) is not None:
             self.ambush, ambush.link, ambush.data = ambush, self, data
             if ambush.when is None:
@@ -195,6 +201,11 @@ class Link(asyncio.Protocol):
             self.ambush.strike()
             self.ambush.reached.set()
         self.client.abort()
+
+
+def application_name(first: bytes) -> str:
+    words = first[8:].split(b"\0")
+    return words[words.index(b"application_name") + 1].decode() if b"application_name" in words else ""
 
 
 def write(transport: asyncio.Transport, data: bytes) -> None:

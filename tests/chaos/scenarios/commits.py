@@ -5,15 +5,18 @@ import os
 import signal
 import time
 from collections import Counter
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 import psycopg
 
 from tests.chaos.cuts.play import play
 from tests.chaos.cuts.stage import COMMIT, Theatre, head
+from tests.chaos.door import answered
 from tests.chaos.lab import POLL, Ground, Lab, observed, until
 from tests.chaos.registry import scenario
-from tests.chaos.verdict import Verdict, judge
+from tests.chaos.verdict import Verdict, judge, percentile
+from tests.chaos.wire import Wire
 
 WRITES = (
     *("claim", "sweep", "mark_idle", "mark_busy", "may_sleep", "complete", "fail", "snooze", "release", "heartbeat"),
@@ -88,47 +91,103 @@ class Cuts:
         await self.ground.settled(within=self.lab.size(300, 300, 1_800))
 
 
+TYPES = ["effect"] * 5 + ["threaded", "keyed", "mail"]
+AWAY = "away for some seconds"
+
+
 @scenario(
     "C13",
-    "PostgreSQL restarts under load: immediate, fast, and kill -9 of a backend",
-    invariant="everybody comes back by itself; nothing acknowledged is lost",
+    "PostgreSQL restarts under load (immediate, fast, kill -9 of a backend) and is away for some seconds; jobs come by"
+    " SQL and by the API, with keys and without",
+    invariant="everybody comes back by itself; nothing acknowledged is lost; the API answers 503 with Retry-After while"
+    " PostgreSQL is down or not connected again yet, and no other error; meanwhile nobody hammers at it",
 )
 async def c13(lab: Lab) -> Verdict:
     ground = await lab.ground(own=True)
     monitor = await lab.monitor(ground)
     lab.sink()
-    for _ in range(2):
-        lab.worker(ground)
+    wires = [await lab.wire(ground) for _ in range(2)]
+    for wire in wires:
+        lab.worker(ground, dsn=f"{wire.dsn}?sslmode=disable")
+    door = await lab.door(ground.dsn)
     stop = asyncio.Event()
-    producing = asyncio.create_task(steadily(lab, ground, 300, stop))
-    back = []
-    faults = {"immediate": lab.size(1, 4, 10), "fast": lab.size(1, 2, 5), "kill -9 of a backend": lab.size(1, 2, 5)}
-    for fault, times in faults.items():
-        for _ in range(times):
-            await asyncio.sleep(lab.random.uniform(1, 2))
-            await restart(ground, fault)
-            back.append(await first_claim(ground))
-    stop.set()
-    await producing
+    faults = {
+        "immediate": lab.size(1, 3, 10),
+        "fast": lab.size(1, 1, 5),
+        "kill -9 of a backend": lab.size(1, 2, 5),
+        AWAY: lab.size(0, 1, 2),
+    }
+    outages: list[tuple[float, float]] = []
+    claims, api = [], []
+    async with asyncio.TaskGroup() as producing:
+        producing.create_task(steadily(lab, ground, 250, stop))
+        for insists in (False, True):
+            producing.create_task(door.add_steadily(TYPES, 25, stop, insists=insists))
+        for fault, times in faults.items():
+            for _ in range(times):
+                await asyncio.sleep(lab.random.uniform(0.5, 1.5))
+                fell = time.monotonic()
+                await restart(ground, fault, lab.size(0.0, 5.0, 20.0) if fault == AWAY else 0.0)
+                await ground.value("SELECT 1")
+                back = time.monotonic()
+                outages.append((fell, back))
+                claims.append(await first_claim(ground))
+                await until(lambda back=back: door.took_one_since(back), "the API takes jobs again", 60)  # type: ignore[misc]
+                api.append(time.monotonic() - back)
+        stop.set()
     await ground.settled()
     verdict = await judge(lab, ground, doubts=sum(faults.values()))
     observed(verdict, monitor)
     verdict.faults = faults
-    verdict.recovery = back
+    verdict.recovery = claims
     verdict.expect(len(lab.alive) == 2, "a worker has ended")
-    verdict.expect(max(back) < 5, f"the first claim came {max(back):.1f} s after PostgreSQL was back")
+    verdict.expect(max(claims) < 5, f"the first claim came {max(claims):.1f} s after PostgreSQL was back")
+    answered(verdict, door, outages)
+    verdict.expect(503 in door.statuses, "the API refused nothing: it was not asked while PostgreSQL was down")
+    hammering(verdict, wires, outages, [outages[-1 - n] for n in range(faults[AWAY])])
+    verdict.figures |= {"api": door.statuses, "api_takes_jobs_after_s": [percentile(api, 50), percentile(api, 99)]}
     return verdict
 
 
-async def restart(ground: Ground, how: str) -> None:
+THREADS, SHORT = 8, 4
+"""A worker's connections for handlers: one a thread, and some for a statement or two."""
+MOST = {"handlers": THREADS + SHORT, "heartbeat": 6.0}
+"""Tries a second, where one and a half are too many for the others, who have one connection each: these have many,
+and with a lease of two seconds a heart has no time to wait for long."""
+
+
+def hammering(
+    verdict: Verdict, wires: list[Wire], outages: list[tuple[float, float]], long: list[tuple[float, float]]
+) -> None:
+    """How often a worker tries to connect, while PostgreSQL is away and when it is back."""
+    connects = sum((wanted(wire, *outage) for wire in wires for outage in long), Counter[str]())
+    seconds = max(1.0, sum(back - fell for fell, back in long) * len(wires))
+    rates = {kind: round(number / seconds, 1) for kind, number in sorted(connects.items())}
+    hasty = {kind: rate for kind, rate in rates.items() if rate > MOST.get(kind, 1.5)}
+    verdict.expect(not hasty, f"while PostgreSQL was away, a worker tried to connect so often a second: {hasty}")
+    after = [wanted(wire, back, back + 1).total() for wire in wires for _, back in outages]
+    verdict.figures |= {
+        "connects_per_s_and_worker_while_away": rates | {"in all": round(connects.total() / seconds, 1)},
+        "connects_of_a_worker_in_the_second_after": max(after),
+    }
+
+
+def wanted(wire: Wire, begin: float, end: float) -> Counter[str]:
+    """By what for; who only wants to cancel a statement has no name."""
+    return Counter(kind_of(name) for at, name in wire.opened if name and begin <= at < end)
+
+
+async def restart(ground: Ground, how: str, away: float) -> None:
     if how == "kill -9 of a backend":
         pid = await ground.value(
             "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'pgqueue-%%' ORDER BY random() LIMIT 1"
         )
         os.kill(pid, signal.SIGKILL)
-        await asyncio.sleep(0.2)
+        with suppress(psycopg.OperationalError):
+            await ground.conn.execute("SELECT pg_sleep(60)")  # until PostgreSQL ends everybody
     else:
-        await asyncio.to_thread(ground.server.stop, how)
+        await asyncio.to_thread(ground.server.stop, "fast" if how == "fast" else "immediate")
+        await asyncio.sleep(away)
         await asyncio.to_thread(ground.server.restart)
 
 
@@ -142,16 +201,11 @@ async def first_claim(ground: Ground) -> float:
 
 
 async def steadily(lab: Lab, ground: Ground, per_second: int, stop: asyncio.Event) -> None:
-    types = ["effect"] * 5 + ["threaded", "keyed", "mail"]
     while not stop.is_set():
         began = time.monotonic()
-        jobs = [(lab.random.choice(types), {"key": key}) for key in lab.keys(per_second // 10)]
+        jobs = [(lab.random.choice(TYPES), {"key": key}) for key in lab.keys(per_second // 10)]
         await lab.produce(ground, jobs)
         await asyncio.sleep(max(0.0, 0.1 - (time.monotonic() - began)))
-
-
-THREADS, SHORT = 8, 4
-"""A worker's connections for handlers: one a thread, and some for a statement or two."""
 
 
 @scenario(
