@@ -1,4 +1,4 @@
-"""A cable to PostgreSQL that can be slow, or fall silent without a word: bytes vanish, and nothing is closed."""
+"""A cable to PostgreSQL that can be slow or narrow, or fall silent: bytes vanish, and nothing is closed."""
 
 import asyncio
 import struct
@@ -9,6 +9,7 @@ from urllib.parse import quote, urlsplit
 
 CANCEL_REQUEST = 80877102
 ENCRYPTION_REQUESTS = (80877103, 80877104)
+PACKET = 1460
 
 Swallows = Callable[[str, bytes], bool]
 """Told a session's application_name and what it sends; True: this and all that follows on this connection vanishes."""
@@ -21,12 +22,18 @@ class Cable:
         self._target = urlsplit(dsn)
         self.delay = 0.0
         """Seconds, each way."""
+        self.rate: float | None = None
+        """Bytes a second, each way, for all connections together; what is too much waits, packet by packet."""
+        self._free = {True: 0.0, False: 0.0}
+        """When each way is free again."""
         self.swallows: Swallows = lambda name, sent: False
         self.dead = False
         """Everything vanishes, new connections too."""
         self.cancels = 0
-        self.messages: dict[str, int] = {}
-        """How many bunches of bytes each kind of session (the first word of its application_name) has sent."""
+        self.trips = 0
+        """How often somebody spoke after he was answered."""
+        self.bytes = 0
+        """Both ways."""
 
     @property
     def dsn(self) -> str:
@@ -46,6 +53,14 @@ class Cable:
         finally:
             self._loop.call_soon_threadsafe(self._stop.set)
             thread.join(5)
+
+    async def passes(self, size: int, *, forth: bool) -> None:
+        """Until it has gone through where the cable is narrow."""
+        self.bytes += size
+        if self.rate is not None:
+            now = self._loop.time()
+            self._free[forth] = max(now, self._free[forth]) + size / self.rate
+            await asyncio.sleep(self._free[forth] - now)
 
     async def _serve(self, ready: threading.Event) -> None:
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
@@ -79,6 +94,7 @@ class _Link:
         self.writer = writer
         self.name = ""
         self.silent = cable.dead
+        self.answered = True
 
     async def run(self, host: str, port: int) -> None:
         first = await self._first()
@@ -86,7 +102,7 @@ class _Link:
             await self._swallow()
         from_server, to_server = await asyncio.open_connection(host, port)
         try:
-            await self._send(to_server, first)
+            await self._send(to_server, first, forth=True)
             ways = [
                 asyncio.create_task(self._pump(from_server, self.writer, forth=False)),
                 asyncio.create_task(self._pump(self.reader, to_server, forth=True)),
@@ -119,20 +135,21 @@ class _Link:
             return head + body
 
     async def _pump(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, *, forth: bool) -> None:
-        kind = self.name.partition(" ")[0]
         with suppress(ConnectionError):
-            while data := await source.read(1 << 16):
+            while data := await source.read(1 << 16 if self.cable.rate is None else PACKET):
                 if forth and not self.silent:
-                    self.cable.messages[kind] = self.cable.messages.get(kind, 0) + 1
+                    self.cable.trips += self.answered
                     self.silent = self.cable.swallows(self.name, data)
                 if self.silent or self.cable.dead:
                     self.silent = True
                     continue
-                await self._send(target, data)
+                self.answered = not forth
+                await self._send(target, data, forth=forth)
         if self.silent and not forth:
             await asyncio.Event().wait()  # not even that the server closed it is heard
 
-    async def _send(self, target: asyncio.StreamWriter, data: bytes) -> None:
+    async def _send(self, target: asyncio.StreamWriter, data: bytes, *, forth: bool) -> None:
+        await self.cable.passes(len(data), forth=forth)
         if self.cable.delay:
             asyncio.get_running_loop().call_later(self.cable.delay, _write, target, data)
         else:

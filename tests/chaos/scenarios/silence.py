@@ -4,6 +4,7 @@ import signal
 import time
 from collections import Counter
 from itertools import cycle
+from secrets import token_hex
 
 from tests.chaos.cable import Cable
 from tests.chaos.site import Site, fault, percentile, site
@@ -145,26 +146,43 @@ def pick_ups(at: Site, jobs: int) -> list[float]:
     return waits
 
 
-@fault("C19", "every answer of PostgreSQL takes 100 ms longer", invariant="no lease lost; few round trips a job")
+@fault(
+    "C19",
+    "every answer of PostgreSQL takes 100 ms longer; then the line is narrow as well, 1 Mbit/s for payloads of 4 KB",
+    invariant="no lease lost; few round trips a job, and few bytes besides the payload",
+)
 def far_away(verdict: Verdict, small: bool) -> None:
     jobs = 1000 if small else 5000
+    loads = {
+        "nothing": ("nothing", None, [{}] * jobs),
+        "write": ("write", None, [{"key": "k"}] * (jobs // 10)),
+        # It comes with the claim, and goes back with the effect.
+        "narrow": ("write", NARROW, [{"key": token_hex(PAYLOAD // 2)} for _ in range(jobs // 10)]),
+    }
     with site() as at, Cable(at.server.dsn).running() as cable:
         at.worker("far", dsn=cable.dsn, threads=32)
         cable.delay = 0.05
         rates = {}
-        for type, payload in (("nothing", {}), ("write", {"key": "k"})):
-            number = jobs if type == "nothing" else jobs // 5
-            cable.messages.clear()
+        for name, (type, cable.rate, payloads) in loads.items():
+            cable.trips = cable.bytes = 0
             started = time.monotonic()
-            ids = at.db.add_many(type, [payload] * number)
-            at.db.wait_for_all(ids, "completed", 120)
-            rates[type] = {
+            ids = at.db.add_many(type, payloads)
+            at.db.wait_for_all(ids, "completed", 300)
+            number = len(payloads)
+            rates[name] = {
                 "jobs_per_s": round(number / (time.monotonic() - started)),
-                "round_trips_per_job": round(sum(cable.messages.values()) / number, 2),
+                "round_trips_per_job": round(cable.trips / number, 2),
+                "bytes_per_job": round(cable.bytes / number),
             }
             verdict.n += number
         lost = at.events("job.lease_lost") + at.events("jobs.rescued")
         verdict.expect(lost == 0, f"{lost} leases lost")
         verdict.expect(rates["nothing"]["round_trips_per_job"] <= 2, "more than two round trips a job")
+        spare = rates["narrow"]["bytes_per_job"] - 2 * PAYLOAD
+        verdict.expect(spare < PAYLOAD, f"{spare} bytes a job besides its payload, there and back")
+        verdict.lost = verdict.n - at.db.statuses().get("completed", 0)
         verdict.duplicated = sum(n > 1 for n in at.db.how_often().values())
         verdict.figures |= {"leases_lost": lost, **rates}
+
+
+NARROW, PAYLOAD = 125_000, 4096
