@@ -16,7 +16,7 @@ When = Literal["before", "after"]
 
 
 OFTEN = 0.4
-"""The chance of being cut, for a statement that was not cut often enough yet."""
+"""The chance of being cut, for what whole workers send and was not cut often enough yet: they pause after each cut."""
 
 
 @dataclass
@@ -27,6 +27,7 @@ class Rule:
     name: str
     aim: int
     """So many cuts of each kind are wanted: until then it is cut often, however rarely it comes."""
+    often: float = OFTEN
     before: int = 0
     after: int = 0
 
@@ -35,7 +36,7 @@ class Rule:
         return min(self.before, self.after) < self.aim
 
     def fate(self, random: random.Random) -> When | None:
-        if random.random() >= (max(self.chance, OFTEN) if self.lacks else self.chance):
+        if random.random() >= (max(self.chance, self.often) if self.lacks else self.chance):
             return None
         if self.before <= self.after:
             self.before += 1
@@ -84,9 +85,9 @@ class Wire:
         address = f"{self.target.username}:{self.target.password}@127.0.0.1:{self.port}"
         return self.target._replace(netloc=address).geturl()
 
-    def cut(self, statement: bytes, chance: float, name: str = "COMMIT", aim: int = 0) -> Rule:
+    def cut(self, statement: bytes, chance: float, name: str = "COMMIT", aim: int = 0, often: float = OFTEN) -> Rule:
         """From now on, half of the cuts before it reaches the server and half after its answer."""
-        self.rules.append(rule := Rule(statement, chance, name, aim))
+        self.rules.append(rule := Rule(statement, chance, name, aim, often))
         return rule
 
     def ambush(self, statement: bytes, when: When | None, strike: Callable[[], None]) -> "Ambush":

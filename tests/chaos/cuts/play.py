@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,17 +12,17 @@ from tests.chaos.cuts import operators, parts, producers, upkeep
 from tests.chaos.cuts.stage import Theatre
 
 
-async def play(busy: Theatre, house: Theatre) -> dict[str, Any]:
+async def play(busy: Theatre, houses: Sequence[Theatre]) -> dict[str, Any]:
     """Everything but the upkeep shares a database. Answers with the figures."""
     with quiet():
-        return await play_all(busy, house)
+        return await play_all(busy, houses)
 
 
-async def play_all(busy: Theatre, house: Theatre) -> dict[str, Any]:
+async def play_all(busy: Theatre, houses: Sequence[Theatre]) -> dict[str, Any]:
     async with asyncio.TaskGroup() as group:
         impatience = group.create_task(produce(busy))
         lost_claims = group.create_task(own(busy))
-        for scenes in (operate(busy), end(busy), parts.beat(busy), upkeep.keep_house(house)):
+        for scenes in (operate(busy), end(busy), parts.beat(busy), *map(upkeep.keep_house, houses)):
             group.create_task(scenes)
     return {"gave_up": impatience.result(), "lost_claims_back_after_lease_s": round(lost_claims.result(), 1)}
 

@@ -18,6 +18,8 @@ from tests.chaos.lab import Ground, Lab
 from tests.chaos.wire import Rule, Wire
 
 COMMIT = "COMMIT"
+OFTEN = 0.8
+"""The chance of being cut, until it was often enough. Whoever goes a path has no time to pause."""
 
 
 def head(name: str) -> bytes:
@@ -43,7 +45,7 @@ class Theatre:
         come after them shall have their turn."""
         stage = Stage(path, self.ground, wire or await self.lab.wire(self.ground))
         aim = math.ceil(self.aim / max(1, len(statements)))
-        stage.rules = [stage.wire.cut(head(name), 0, f"{path}: {name}", aim) for name in statements]
+        stage.rules = [stage.wire.cut(head(name), 0, f"{path}: {name}", aim, OFTEN) for name in statements]
         self.stages.append(stage)
         return stage
 
