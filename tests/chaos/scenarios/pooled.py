@@ -10,6 +10,7 @@ import psycopg
 
 from pgqueue import PgQueue
 from pgqueue.errors import DatabaseUnavailable
+from tests.api.test_pgbouncer import SERVERS, leaks_nothing
 from tests.chaos.cuts.play import quiet
 from tests.chaos.door import answered
 from tests.chaos.lab import LEASE, Ground, Lab, free_port, observed, until
@@ -37,8 +38,6 @@ SELECT (SELECT jsonb_object_agg(name, setting) FROM pg_settings WHERE name <> 'a
     " connections; a worker that cannot listen through it says so",
 )
 async def c18(lab: Lab) -> Verdict:
-    from tests.api.test_pgbouncer import SERVERS, leaks_nothing
-
     ground = await lab.ground()
     pooler = lab.stack.enter_context(Pooler.running(ground.dsn, free_port()))
     other = Bystander(pooler.dsn)
@@ -151,8 +150,6 @@ async def pause(pooler: Pooler, seconds: float) -> None:
 
 
 async def read_settings(pooler: Pooler, seconds: float) -> None:
-    from tests.api.test_pgbouncer import SERVERS
-
     pooler.configure(SERVERS + 2)
     await asyncio.to_thread(pooler.tell, "RELOAD")
     await asyncio.sleep(seconds)
