@@ -11,6 +11,8 @@ from pgqueue.sql import SQL
 from pgqueue.wake import wake
 
 MAX_LOST = 3
+BESIDE = 1.0
+"""Seconds: what a worker took so long after a suspect had begun may be what killed it."""
 
 
 @dataclass(slots=True)
@@ -47,7 +49,7 @@ async def _expire(conn: Connection, seen: datetime | None) -> datetime:
 
 
 async def _batch(conn: Connection, limit: int) -> Rescued:
-    cursor = await conn.execute(SQL.rescue, {"limit": limit, "max_lost": MAX_LOST}, prepare=False)
+    cursor = await conn.execute(SQL.rescue, {"limit": limit, "max_lost": MAX_LOST, "beside": BESIDE}, prepare=False)
     row = await cursor.fetchone()
     assert row is not None
     jobs, poisoned, queues, types, demands = row

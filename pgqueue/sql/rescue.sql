@@ -4,7 +4,9 @@
 -- The gaps between the ids of the live workers hold exactly the jobs of all others, known or not.
 -- now() and not statement_timestamp(): where transactions are REPEATABLE READ by default, the snapshot is as old as the
 -- transaction, and a statement that waited for a lock would miss the heartbeats of all that time.
--- A job's second loss makes it a suspect. Suspects run alone and say so (start.sql): only the one that ran is charged.
+-- A job's second loss makes it a suspect. Suspects run alone and say so (start.sql): only the one that ran is charged. It is
+-- poison, unless the worker had taken jobs since: a long one may have met somebody else's poison. Not for ever: thrice as
+-- many losses are proof enough.
 -- ANY (ARRAY[id]) pins the join to the primary key: it cannot be hashed or merged, whatever the planner believes.
 WITH live AS MATERIALIZED (
     SELECT w.id FROM pgqueue.workers w WHERE w.expires_at > now() AND w.stopped_at IS NULL
@@ -33,9 +35,13 @@ WITH live AS MATERIALIZED (
            l.lost,
            CASE WHEN o.cancel_requested_at IS NOT NULL
                      AND NOT EXISTS (SELECT FROM pgqueue.effects e WHERE e.job_id = o.id AND e.done_at IS NULL) THEN 'cancelled'
-                WHEN l.lost >= %(max_lost)s AND (SELECT true FROM pgqueue.jobs_failed f WHERE f.id = o.id LIMIT 1) THEN 'cancelled'
-                WHEN l.lost >= %(max_lost)s THEN 'failed'
-                ELSE 'retried' END AS outcome
+                WHEN l.lost < %(max_lost)s OR o.threads_used IS NULL THEN 'retried'
+                WHEN l.lost < 3 * %(max_lost)s AND EXISTS (
+                    SELECT FROM orphan b
+                    WHERE b.worker_id = o.worker_id AND b.started_at > o.started_at + make_interval(secs => %(beside)s)
+                ) THEN 'retried'
+                WHEN (SELECT true FROM pgqueue.jobs_failed f WHERE f.id = o.id LIMIT 1) THEN 'cancelled'
+                ELSE 'failed' END AS outcome
     FROM orphan o
     -- Bounded: one row with an absurd number must not stop the rescue of all others.
     CROSS JOIN LATERAL (SELECT least(o.lost, 1000000) + (o.lost <= 1 OR o.threads_used IS NOT NULL)::int AS lost) l

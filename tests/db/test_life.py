@@ -198,6 +198,25 @@ async def test_a_job_that_kills_its_workers_is_quarantined_and_its_mates_are_not
     assert [(mate.status, mate.lost) for mate in mates] == [(Status.PENDING, 2)] * 2
 
 
+async def test_a_suspect_beside_jobs_that_came_later_is_not_yet_poison(conn):
+    [suspect] = await add(conn, NewJob(type="t"))
+    for death in range(1, 10):
+        worker = MiniWorker(conn)
+        await worker.claim()
+        if death > 2:
+            assert await finish.start(conn, Lease(suspect, worker.tokens[suspect]), 1)
+            later = "UPDATE pgqueue.jobs_live SET started_at = started_at - interval '2 s' WHERE id = %s"
+            await conn.execute(later, [suspect])
+            await add(conn, NewJob(type="t"))
+            await worker.claim(1)
+        stored = await read.get_job(conn, suspect)
+        assert (stored.status, stored.lost) == (Status.RUNNING, death - 1)
+        await rescue.rescue(conn)
+        await conn.execute("DELETE FROM pgqueue.jobs_live WHERE id <> %s", [suspect])
+    stored = await read.get_job(conn, suspect)
+    assert (stored.status, stored.reason, stored.lost) == (Status.FAILED, "poison", 9)
+
+
 async def test_idempotency_keys(conn):
     first = await enqueue.add_job(conn, NewJob(type="t", payload='{"a": 1}', idempotency_key="k"))
     again = await enqueue.add_job(conn, NewJob(type="t", payload='{"a":1}', idempotency_key="k"))

@@ -60,7 +60,7 @@ class Scene:
         async with await connect(self.dsn) as rescuer, await connect(self.dsn) as gate:
             async with gate.transaction():
                 await gate.execute("SELECT pg_advisory_xact_lock(42)")
-                task = asyncio.create_task(rescuer.execute(STANDING_STILL, {"limit": 100, "max_lost": 3}))
+                task = asyncio.create_task(rescuer.execute(STANDING_STILL, {"limit": 100, "max_lost": 3, "beside": 1}))
                 waits = "SELECT wait_event = 'advisory' FROM pg_stat_activity WHERE pid = %s"
                 while not await value(self.conn, waits, rescuer.info.backend_pid):
                     assert not task.done()
