@@ -20,7 +20,7 @@ from pgqueue.embedded import PostgresServer, start_postgres
 from tests.chaos.registry import scenario
 from tests.chaos.verdict import Skipped, Verdict
 from tests.once.handlers import Sink
-from tests.worker.processes import Database, Fleet, WorkerProcess
+from tests.worker.processes import SHORT_LEASE, Database, Fleet, WorkerProcess
 
 ROOT = Path(__file__).parents[2]
 APP = "tests.chaos.site_app"
@@ -66,7 +66,7 @@ class Site:
         env = {"PYTHONPATH": str(ROOT), "SINK": str(self.sink.folder)} | settings.pop("env", {})
         if dsn is not None:
             env["DATABASE_URL"] = dsn
-        return self.fleet.start(name, app=APP, ready=ready, **settings, **env)
+        return self.fleet.start(name, app=APP, ready=ready, **settings, **SHORT_LEASE | env)
 
     def events(self, event: str) -> int:
         return sum(len(worker.events(event)) for worker in self.fleet.workers)

@@ -92,10 +92,17 @@ async def begin(ctx: Context, seconds: float = 0) -> None:
     await asyncio.sleep(seconds)
 
 
+async def told(path: str | None) -> None:
+    """When the test says so, if it wants to."""
+    while path is not None and not told_to_end(path):  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+
+
 @app.job
-async def nap(ctx: Context, seconds: float = 0) -> None:
+async def nap(ctx: Context, seconds: float = 0, path: str | None = None) -> None:
     """Without an effect: for when the database is away, or the time matters."""
     await asyncio.sleep(seconds)
+    await told(path)
 
 
 @app.job
@@ -139,8 +146,9 @@ def followed(ctx: Context) -> None:
 
 
 @app.job
-async def block_the_loop(ctx: Context, seconds: float) -> None:
-    time.sleep(seconds)  # noqa: ASYNC251 - it is what many handlers do
+async def block_the_loop(ctx: Context, path: str) -> None:
+    while not told_to_end(path):
+        time.sleep(0.02)  # noqa: ASYNC251 - it is what many handlers do
     await effect(ctx)
 
 
@@ -425,10 +433,10 @@ async def stuck_once(ctx: Context) -> None:
 
 
 @app.job(retry=fast)
-async def zombie(ctx: Context, what: str) -> Any:
-    """Its first attempt takes a second, and then does something that needs the lease."""
+async def zombie(ctx: Context, what: str, path: str | None = None) -> Any:
+    """Its first attempt waits, and then does something that needs the lease."""
     if await starts(ctx) == 1:
-        await asyncio.sleep(1)
+        await told(path)
         await effect(ctx, "late")
         match what:
             case "complete":
@@ -475,10 +483,10 @@ def wait_in_process(ctx: Context, seconds: float = 60) -> None:
     watch(ctx, seconds)
 
 
-def watch(ctx: Context, seconds: float) -> None:
+def watch(ctx: Context, seconds: float, path: str = "") -> None:
     until = time.monotonic() + seconds
     try:
-        while time.monotonic() < until:
+        while time.monotonic() < until and not told_to_end(path):
             ctx.check()
             time.sleep(0.02)
     except (JobCancelled, JobAbandoned):
@@ -502,18 +510,14 @@ async def short_async(ctx: Context, path: str) -> None:
 @app.job
 def short_thread(ctx: Context, path: str) -> None:
     if starts_sync(ctx) == 1:
-        while not told_to_end(path):
-            ctx.check()
-            time.sleep(0.02)
+        watch(ctx, 60, path)
         watch(ctx, 0.7)
 
 
 @app.job(executor="process")
 def short_process(ctx: Context, path: str) -> None:
     if starts_sync(ctx) == 1:
-        while not told_to_end(path):
-            ctx.check()
-            time.sleep(0.02)
+        watch(ctx, 60, path)
         watch(ctx, 0.7)
 
 
@@ -572,15 +576,14 @@ async def stubborn(ctx: Context) -> None:
 
 
 @app.job
-async def ignore_async(ctx: Context, seconds: float = 60) -> None:
-    """Does not take no for an answer."""
+async def ignore_async(ctx: Context) -> None:
+    """Does not take no for an answer, and ends when it pleases."""
     await effect(ctx, "started")
-    until = time.monotonic() + seconds
-    while (left := until - time.monotonic()) > 0:
-        try:
-            await asyncio.sleep(left)
-        except asyncio.CancelledError:
-            await effect(ctx, "ignored")
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        await effect(ctx, "ignored")
+        await asyncio.sleep(0.5)
 
 
 @app.job(executor="process")
@@ -735,13 +738,14 @@ in_use = 0
 
 
 @app.job
-async def hold(ctx: Context, seconds: float) -> dict[str, int]:
+async def hold(ctx: Context, seconds: float = 0, path: str | None = None) -> dict[str, int]:
     """Holds its slots, and looks at how many are held."""
     global in_use
     in_use += ctx.threads
     held = in_use
     try:
         await asyncio.sleep(seconds)
+        await told(path)
     finally:
         in_use -= ctx.threads
     return {"threads": ctx.threads, "held": held}

@@ -28,7 +28,7 @@ on_18 = pytest.mark.parametrize("server", ["pg18"], indirect=True)
 
 
 async def until(happens: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while not happens():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -40,11 +40,10 @@ async def test_a_job_that_has_just_come_is_not_given_back() -> None:
     runtime.slots.moved = time.monotonic() - 60
     house = asyncio.create_task(runtime._keep_house())
     await asyncio.sleep(STALE_AFTER / 4)
+    offered = time.monotonic()
     runtime.slots.offer([Claimed(1, "default", "t", "{}", 0, 1, 1, None, 5, 0, 0, None, 0.0, False)], "token")
-    await asyncio.sleep(STALE_AFTER / 2)
-    assert len(runtime.slots) == 1
-    await asyncio.sleep(STALE_AFTER * 2)
-    assert not len(runtime.slots), "now somebody else may have it"
+    await until(lambda: not len(runtime.slots))  # now somebody else may have it
+    assert time.monotonic() - offered > STALE_AFTER
     assert [outcome.id for outcome, _, _ in runtime.finisher.outcomes] == [1]
     house.cancel()
     await asyncio.wait([house])
@@ -60,7 +59,7 @@ async def test_one_suspect_that_waits_for_another_is_given_back(monkeypatch: pyt
     assert runtime.slots.take() is not None
     assert runtime.claimer._wanted() == 0
     house = asyncio.create_task(runtime._keep_house())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await runtime.claimer._room.wait()
     assert [outcome.id for outcome, _, _ in runtime.finisher.outcomes] == [2]
     house.cancel()
@@ -123,7 +122,7 @@ async def test_a_due_job_whose_row_somebody_holds_is_not_asked_for_all_the_time(
             while_held = len(ticks)
             assert not ran.is_set()
             await editor.rollback()
-            await asyncio.wait_for(ran.wait(), 5)
+            await asyncio.wait_for(ran.wait(), 20)
     assert while_held < 40
 
 
@@ -143,7 +142,7 @@ async def test_a_chore_that_fails_keeps_no_other_from_its_turn(
     # It has no right to what it needs.
     await conn.execute("ALTER FUNCTION pgqueue.fold(boolean) SECURITY INVOKER SET role = pg_monitor")
     async with worker_inside(PgQueue(), dsn):
-        await asyncio.wait_for(pruned.wait(), 10)
+        await asyncio.wait_for(pruned.wait(), 20)
         await asyncio.sleep(3)
     told = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert [getattr(record, "event", None) for record in told] == ["chore.failed"], "once, and no outage"
@@ -157,7 +156,8 @@ async def test_a_chore_whose_function_is_gone_is_no_other_schema(
 ) -> None:
     await conn.execute("ALTER FUNCTION pgqueue.fold(boolean) RENAME TO gone")
     async with worker_inside(PgQueue(), dsn):
-        await asyncio.sleep(2)
+        await until(lambda: any(record.levelno >= logging.WARNING for record in caplog.records))
+        await asyncio.sleep(1)
     told = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert [getattr(record, "event", None) for record in told] == ["chore.failed"]
 
@@ -174,7 +174,7 @@ def no_chores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def until_it_is(conn: psycopg.AsyncConnection, condition: str) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while not await value(conn, f"SELECT {condition}"):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -229,7 +229,7 @@ async def test_there_are_partitions_before_the_first_claim(
     await conn.execute(f"DROP TABLE {leaf}")
     await conn.execute("INSERT INTO pgqueue.jobs (type) VALUES ('t')")
     async with worker_inside(app, dsn):
-        await asyncio.wait_for(ran.wait(), 10)
+        await asyncio.wait_for(ran.wait(), 20)
         assert await value(conn, "SELECT to_regclass(%s) IS NOT NULL", leaf)
 
 
@@ -321,16 +321,17 @@ async def test_whatever_the_outcomes_of_held_jobs_are_they_are_written_when_thei
             finisher.put(kinds[type](id, worker.tokens[id], now, now, 1), claimed[id], effects.get(id))
         running = asyncio.create_task(finisher.run())
         await until(lambda: finisher.ids() == set(held))
-        assert not together or time.monotonic() - now < 3, "one wait for all of them"
+        # Each kind that finds out by itself asks once more.
+        assert not together or len(looks) <= 2 + (time.monotonic() - now) / LOOK_EVERY, "one wait for all of them"
         assert await value(conn, "SELECT count(*) FROM pgqueue.jobs_live WHERE status = 'running'") == len(held)
-        looked = len(looks)
+        looked, since = len(looks), time.monotonic()
         await asyncio.sleep(LOOK_EVERY * 1.5)
-        assert len(looks) - looked <= 2
+        assert len(looks) - looked <= (time.monotonic() - since) / LOOK_EVERY + 1
         finisher.stop()
         await asyncio.sleep(LOOK_SOON)
         assert not running.done()
         await other.rollback()
-        await asyncio.wait_for(running, 5)
+        await asyncio.wait_for(running, 20)
     await finisher.link.close()
     assert (len(finisher), finisher.lost) == (0, 0)
     rows = "SELECT type, array_agg(status::text ORDER BY id) FROM pgqueue.jobs GROUP BY 1"

@@ -18,7 +18,7 @@ def test_it_says_so_runs_jobs_and_comes_back(db: Database, fleet: Fleet, dsn: st
     later = db.value("INSERT INTO pgqueue.jobs (type, run_at) VALUES ('nap', now() + interval '1 s') RETURNING id")
     db.wait_for(db.add("nap"), "completed")
     late = db.wait_for(later, "completed")
-    assert (late["started_at"] - late["run_at"]).total_seconds() < 1.5
+    assert (late["started_at"] - late["run_at"]).total_seconds() < 10
     migrate.up(dsn)
     wait(lambda: worker.events("schema.back"), "it notices")
     (said,) = worker.events("schema.differs")

@@ -52,7 +52,7 @@ async def test_a_stall_does_not_make_a_worker_blind(
     app, ran = listed()
     async with worker_inside(app, dsn, poll_interval=1.0, rescue_interval=5.0):
         await conn.execute("INSERT INTO pgqueue.jobs (type) VALUES ('t')")
-        await asyncio.wait_for(ran.get(), 5)
+        await asyncio.wait_for(ran.get(), 20)
         await asyncio.sleep(2)
         async with conn.transaction():
             await conn.execute("LOCK TABLE pgqueue.jobs_live IN ACCESS EXCLUSIVE MODE")
@@ -74,11 +74,11 @@ async def test_who_is_woken_while_it_lies_down_looks_everywhere(
         if runtime.claimer.lanes.floors and answer:
             monkeypatch.setattr(workers, "may_sleep", may_sleep)
             await conn.execute("INSERT INTO pgqueue.jobs (type, priority) VALUES ('t', 7)")
-            await asyncio.wait_for(runtime.claimer.wake.wait(), 10)
+            await asyncio.wait_for(runtime.claimer.wake.wait(), 15)
         return answer
 
     async with worker_inside(app, dsn, poll_interval=30.0, rescue_interval=30.0) as runtime:
         monkeypatch.setattr(workers, "may_sleep", woken_meanwhile)
         await conn.execute("INSERT INTO pgqueue.jobs (type) VALUES ('t')")
-        await asyncio.wait_for(ran.get(), 10)
-        await asyncio.wait_for(ran.get(), 5)
+        await asyncio.wait_for(ran.get(), 15)
+        await asyncio.wait_for(ran.get(), 15)

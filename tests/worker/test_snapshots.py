@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -114,24 +115,27 @@ async def test_it_is_told_of_once_and_when_it_is_gone(
         first = made(dsn, await MiniWorker(conn).register())
         second = made(dsn, await MiniWorker(conn).register())
 
-        async def look() -> None:
-            for _ in range(4):
+        async def look(event: str = "") -> None:
+            """Four times; on until this is told of, for a while."""
+            looks, deadline = 0, time.monotonic() + 10
+            while looks < 4 or (event and not said(caplog, event) and time.monotonic() < deadline):
                 run(dsn, "SELECT pg_current_xact_id()")
                 await asyncio.sleep(0.1)
                 await first.look_for_holders(conn)
                 await second.look_for_holders(conn)
+                looks += 1
 
         await look()
         assert not said(caplog, "snapshot.held"), "nothing is held"
         with hold(dsn):
-            await look()
+            await look("snapshot.held")
             (record,) = said(caplog, "snapshot.held")
             assert record.levelno == logging.WARNING
             assert record.fields["kind"] == kind  # type: ignore[attr-defined]
             assert what in record.getMessage()
             assert remedy in record.getMessage()
             assert not said(caplog, "snapshot.released")
-        await look()
+        await look("snapshot.released")
         assert len(said(caplog, "snapshot.held")) == len(said(caplog, "snapshot.released")) == 1
 
 
