@@ -53,7 +53,7 @@ async def unkeyed(ctx: Context, key: str, seconds: float = 0.0) -> dict[str, int
 async def begin(ctx: Context, key: str, pauses: int, failures: int) -> None:
     """The first `pauses` starts take a while, the first `failures` attempts fail."""
     if Sink().began(key) <= pauses:
-        await asyncio.sleep(10)
+        await asyncio.sleep(60)
     if ctx.attempt <= failures:
         raise ValueError("as ordered")
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from aiosmtpd.controller import Controller
+from aiosmtpd.smtp import SMTP
 
 from pgqueue.embedded import ValkeyServer
 from pgqueue.settings import Settings
@@ -35,6 +36,8 @@ class Mailbox:
     def __init__(self) -> None:
         self.offered: list[str] = []
         self.taken: list[str] = []
+        self.sessions = 0
+        """Those that are open."""
         self.hesitates: str | None = None
         self.asked = threading.Event()
         self.go_on = threading.Event()
@@ -54,11 +57,25 @@ class Mailbox:
                 await asyncio.sleep(0.01)
 
 
+class Session(SMTP):
+    def connection_made(self, transport: Any) -> None:
+        self.event_handler.sessions += 1
+        super().connection_made(transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        super().connection_lost(error)
+        self.event_handler.sessions -= 1
+
+
 class Server(Controller):
     """Finds a free port by itself."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         super().__init__(mailbox, hostname="127.0.0.1", port=0)
+        self.mailbox = mailbox
+
+    def factory(self) -> SMTP:
+        return Session(self.mailbox)
 
     def _trigger_server(self) -> None:
         assert isinstance(self.server, asyncio.Server)
@@ -203,7 +220,10 @@ async def settle(place: Place, mailbox: Mailbox) -> int:
         assert time.monotonic() < deadline, unended
         for row in await place.rows("SELECT id FROM pgqueue.jobs_failed WHERE reason = 'in_doubt'"):
             doubts += 1
-            await asyncio.sleep(0.3)  # what was sent has arrived by then
+            # What was sent has arrived when its sender's connection is seen to be gone; nobody else sends meanwhile.
+            while mailbox.sessions:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
             verdict = "completed" if mailbox.taken else "retry"
             await place.value("SELECT pgqueue.resolve_job(%s, %s)", row["id"], verdict)
         # One that was lost with three workers waits for somebody who tries it again.
