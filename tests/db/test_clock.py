@@ -38,7 +38,7 @@ async def negative(conn):
 
 
 async def test_the_jobs_of_a_worker_that_died_before_are_rescued(conn):
-    dead = await MiniWorker(conn).register(lease_timeout=1)
+    dead = await MiniWorker(conn).register(lease_timeout=20)
     await add(conn, *[NewJob(type="t") for _ in range(3)])
     assert len(await dead.claim()) == 3
     await conn.execute(
@@ -49,7 +49,8 @@ async def test_the_jobs_of_a_worker_that_died_before_are_rescued(conn):
     )
     await set_back(conn)
     assert (await rescue.rescue(conn)).jobs == 0, "its lease begins anew"
-    await conn.execute("SELECT pg_sleep(1.1)")
+    assert await value(conn, "SELECT max(expires_at) <= clock_timestamp() + interval '20 s' FROM pgqueue.workers")
+    await conn.execute("UPDATE pgqueue.workers SET expires_at = now()")
     assert await rescue.rescue(conn) == (3, 1)
     statuses = "SELECT array_agg(status::text ORDER BY id) FROM pgqueue.jobs"
     assert await value(conn, statuses) == ["failed", "pending", "cancelled"]

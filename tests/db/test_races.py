@@ -550,8 +550,8 @@ async def test_an_action_on_many_waits_for_none_of_them_for_long(dsn, conn):
         for id in ids[1:]:
             await other.execute("SELECT pgqueue.assert_lease(%s, %s)", [id, worker.tokens[id]])
         began = time.monotonic()
-        first, *others = await asyncio.wait_for(control.act_on_jobs(conn, ids, "cancel"), 20)
-        assert time.monotonic() - began < 3, "it waits once, and not for each of them"
+        first, *others = await asyncio.wait_for(control.act_on_jobs(conn, ids, "cancel"), 40)
+        assert time.monotonic() - began < 10, "it waits once, and not for each of them"
     assert first == (ids[0], "running", None)
     assert {(one.status, one.problem) for one in others[:1]} == {
         (None, f"job {ids[1]} is locked by another transaction: try again when that has ended")

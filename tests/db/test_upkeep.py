@@ -81,7 +81,7 @@ async def test_nobody_waits_while_keys_get_the_results_of_a_day_that_goes(conn: 
 
 async def beat(conn: Connection, worker: MiniWorker) -> Pulse:
     vitals = {"threads_used": 0, "completed": 0, "failed": 0}
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         pulse = await workers.heartbeat(conn, worker.worker, **vitals, listening=False)
     assert pulse is not None
     return pulse
@@ -93,7 +93,7 @@ async def test_a_drain_that_nobody_commits(conn: Connection, dsn: str) -> None:
         await operator.execute("SELECT pgqueue.drain_worker(%s)", [worker.who.worker_id])
         assert not (await beat(conn, worker)).draining
         await conn.execute("UPDATE pgqueue.workers SET expires_at = now()")
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await rescue.rescue(conn)
         assert await value(conn, "SELECT state FROM pgqueue.workers") == "unavailable"
         await operator.commit()
@@ -109,7 +109,7 @@ async def test_a_workers_row_that_somebody_holds(conn: Connection, dsn: str) -> 
     await conn.execute("UPDATE pgqueue.workers SET expires_at = now()")
     async with await psycopg.AsyncConnection.connect(dsn) as holder:
         await holder.execute("SELECT FROM pgqueue.workers WHERE id = %s FOR UPDATE", [held.who.worker_id])
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await rescue.rescue(conn)
         assert await value(conn, "SELECT id FROM pgqueue.workers WHERE state = 'unavailable'") == other.who.worker_id
         with pytest.raises(psycopg.errors.LockNotAvailable):
@@ -138,7 +138,7 @@ async def test_rows_that_somebody_holds_are_pruned_the_next_time(conn: Connectio
     async with await psycopg.AsyncConnection.connect(dsn) as holder:
         for table in OUTDATED:
             await holder.execute(f"SELECT FROM pgqueue.{table} LIMIT 1 FOR UPDATE".encode())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             await prune.prune(conn, 30)
         assert await value(conn, f"SELECT {left}") == len(OUTDATED)
     await prune.prune(conn, 30)
