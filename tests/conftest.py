@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 import psycopg
 import pytest
+from hypothesis import HealthCheck, settings
 
 from pgqueue import migrate
 from pgqueue.embedded import PostgresServer, installed_postgres, start_postgres
@@ -36,6 +37,9 @@ _numbers = count(1)
 def pytest_configure() -> None:
     # Whoever ends pytest, the servers must end, too.
     signal.signal(signal.SIGTERM, lambda *_: pytest.exit("SIGTERM"))
+    # How long an example takes is the machine's affair.
+    settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("patient")
 
 
 @pytest.fixture(autouse=True)

@@ -326,7 +326,7 @@ def test_wait(api: Api, dsn: str) -> None:
     assert time.monotonic() - begun >= 0.3
     answers: list[Any] = []
     threads = [
-        threading.Thread(target=lambda: answers.append(api("GET", f"{V1}/jobs/{id}/wait?timeout=20")))
+        threading.Thread(target=lambda: answers.append(api("GET", f"{V1}/jobs/{id}/wait?timeout=50")))
         for _ in range(20)
     ]
     for thread in threads:

@@ -738,7 +738,7 @@ async def test_long_names_wake_sleepers(conn, dsn):
             " SELECT repeat(chr(97 + i), 63), repeat(chr(128512 + i), 128), to_jsonb(repeat('a', 1000000)),"
             " repeat('n', 200) FROM generate_series(1, 20) i"
         )
-    [note] = [note async for note in conn.notifies(timeout=5, stop_after=1)]
+    [note] = [note async for note in conn.notifies(timeout=20, stop_after=1)]
     assert len(note.payload) < 10
     assert len(await sleeper.claim()) == 20
 

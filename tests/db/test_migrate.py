@@ -99,7 +99,7 @@ def test_who_enqueues_does_not_wait_behind_a_migration_that_waits(dsn: str) -> N
                 assert not migrating.done(), migrating.exception()
             began = time.monotonic()
             conn.execute("INSERT INTO pgqueue.jobs (type) VALUES ('t')")
-            assert time.monotonic() - began < 2
+            assert time.monotonic() - began < 6
         reader.rollback()
         migrating.result(60)
 
@@ -112,12 +112,12 @@ def test_whoever_holds_up_a_migration_is_named(
         holder.execute("SELECT pg_advisory_lock(hashtextextended('pgqueue.migrate', 0))")
         waiting = threads.submit(migrate.up, dsn)
         try:
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + 30
             while not caplog.messages and time.monotonic() < deadline:
                 time.sleep(0.01)
         finally:
             holder.execute("SELECT pg_advisory_unlock_all()")
-        waiting.result(10)
+        waiting.result(60)
         assert f"waits for another one (pid {holder.info.backend_pid}, " in caplog.text
 
 

@@ -453,7 +453,7 @@ async def make_hostile_schema(conn: psycopg.AsyncConnection) -> None:
 
 
 async def is_woken_by(waker: psycopg.AsyncConnection, listener: psycopg.AsyncConnection) -> bool:
-    async for note in listener.notifies(timeout=5):
+    async for note in listener.notifies(timeout=20):
         if note.pid == waker.info.backend_pid:
             return True
     return False

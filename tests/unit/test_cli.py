@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -33,12 +34,17 @@ def test_help_lists_every_command_with_its_own_words(tmp_path: Path) -> None:
 
 
 def test_help_is_quick(tmp_path: Path) -> None:
-    def seconds() -> float:
-        start = time.perf_counter()
-        run("--help", cwd=tmp_path)
-        return time.perf_counter() - start
+    def used() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
 
-    assert min(seconds() for _ in range(10)) < 0.150
+    def seconds() -> float:
+        """Of work: how long it waits for a processor is the machine's affair."""
+        before = used()
+        run("--help", cwd=tmp_path)
+        return used() - before
+
+    assert 0 < min(seconds() for _ in range(10)) < 0.150
 
 
 def test_version(tmp_path: Path) -> None:
@@ -117,7 +123,7 @@ def test_completion(tmp_path: Path, shell: str) -> None:
 
 def test_services_are_prefixed_and_stopped(capfd: pytest.CaptureFixture[str]) -> None:
     with running([Service("one", ("--version",)), Service("two", ("nonsense",))], {}):
-        deadline, seen = time.monotonic() + 10, ""
+        deadline, seen = time.monotonic() + 30, ""
         while "two ended with exit code 2" not in seen or "one | pgqueue" not in seen:
             assert time.monotonic() < deadline, seen
             seen += capfd.readouterr().err

@@ -312,7 +312,7 @@ async def test_a_bad_amount_is_named(type: str, payload: Any, message: str) -> N
 async def test_default_sleeps_as_long_as_it_is_told() -> None:
     started = time.monotonic()
     assert await run("default", {"seconds": 0.2}) == {"message": "timed task completed in 0.20 s"}
-    assert 0.2 <= time.monotonic() - started < 1.0
+    assert 0.2 <= time.monotonic() - started < 10
 
 
 @pytest.mark.parametrize(("speed", "low", "high"), [("fast", 0.1, 1.0), ("medium", 1.0, 10.0), ("slow", 10.0, 50.0)])
@@ -332,7 +332,7 @@ async def test_default_can_be_cancelled() -> None:
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(task, 1)
+        await asyncio.wait_for(task, 10)
 
 
 # Network
@@ -503,7 +503,7 @@ async def silence() -> AsyncIterator[tuple[str, asyncio.Event]]:
     server = await asyncio.get_running_loop().create_server(Silent, "127.0.0.1", 0)
     async with server:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", connected
-        await asyncio.wait_for(gone.wait(), 5)
+        await asyncio.wait_for(gone.wait(), 20)
 
 
 async def test_network_task_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -516,7 +516,7 @@ async def test_network_task_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPat
 async def test_network_task_can_be_cancelled() -> None:
     async with silence() as (url, connected):
         task = asyncio.create_task(run("network_task", {"url": url, "requests": 3}))
-        await asyncio.wait_for(connected.wait(), 5)
+        await asyncio.wait_for(connected.wait(), 20)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(task, 1)

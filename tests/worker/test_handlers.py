@@ -4,9 +4,9 @@ The tests of this file share two workers, one with the sample app and one with t
 pauses between attempts, is begun with them and looked at in the end.
 """
 
+import asyncio
 import re
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from email import message_from_bytes
@@ -32,13 +32,22 @@ class Mailbox:
         return "250 taken"
 
 
+class Server(Controller):
+    """Finds a free port by itself."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        super().__init__(mailbox, hostname="127.0.0.1", port=0)
+
+    def _trigger_server(self) -> None:
+        assert isinstance(self.server, asyncio.Server)
+        self.port = self.server.sockets[0].getsockname()[1]
+        super()._trigger_server()  # type: ignore[no-untyped-call]
+
+
 @pytest.fixture(scope="module")
 def mailbox() -> Iterator[tuple[Mailbox, Controller]]:
     mailbox = Mailbox()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    controller = Controller(mailbox, hostname="127.0.0.1", port=port)
+    controller = Server(mailbox)
     controller.start()
     yield mailbox, controller
     controller.stop()
