@@ -192,7 +192,7 @@ class Queue(RuleBasedStateMachine):
         self.hired += 1
         worker = MiniWorker(self.conn, **kind)
         worker.who.worker_id = UUID(int=self.hired << 64)
-        self.alive.append(self.run(worker.register()))
+        self.alive.append(self.run(worker.register(lease_timeout=600)))
 
     def one_of(self, number, *statuses):
         found = sorted(id for id, job in self.jobs.items() if not statuses or job.status in statuses)
