@@ -667,6 +667,8 @@ class Queue(RuleBasedStateMachine):
                     return self.refused(InvalidJob, control.retry_job(self.conn, id))
                 [print] = self.sql("SELECT type, payload::text FROM pgqueue.jobs WHERE id = %s", id)
                 self.keys[job.key] = ModelKey(id, print)
+            elif job.key:
+                self.keys[job.key].expired = False  # the job lives again, and so does its key
             job.attempt = job.lost = 0
             job.cancelling = False
             job.reason = job.worker = job.token = None
