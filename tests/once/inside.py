@@ -33,3 +33,9 @@ async def worker_inside(
     finally:
         runtime.stop()
         await task
+        # What it had no more time for when the machine was busy. Otherwise it ends with its process.
+        for part in (runtime.claimer, runtime.scout, runtime.finisher, runtime.janitor):
+            await part.link.close()
+        for pool in runtime.host._pools.values():
+            await pool.close()
+        await runtime.once.close()
