@@ -78,9 +78,10 @@ async def meddling(ctx: Context, call_next: Callable[[], Awaitable[Any]]) -> Any
 
 
 @app.job
-async def work(ctx: Context, seconds: float = 0) -> dict[str, Any]:
+async def work(ctx: Context, seconds: float = 0, path: str | None = None) -> dict[str, Any]:
     """Leaves its effect at its end."""
     await asyncio.sleep(seconds)
+    await told(path)
     await effect(ctx)
     return {"seconds": seconds}
 

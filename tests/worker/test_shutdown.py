@@ -69,13 +69,16 @@ def play(db: Database, fleet: Fleet) -> dict[tuple[str, int], Case]:
     for case in cases.values():
         case.worker.signal(signal.SIGTERM)
     path.touch()
-    for case in cases.values():
-        wait(lambda case=case: case.worker.events("worker.stopping"), "it has heard")  # type: ignore[misc]
-    for (kind, times), case in cases.items():
-        case.late = db.add_many("work", [{}] * 2, queue=f"{kind}{times}")
-    for (_, times), case in cases.items():
-        if times == 2:
-            case.worker.signal(signal.SIGTERM)
+    deaf = dict(cases)
+    while deaf:
+        for (kind, times), case in list(deaf.items()):
+            if case.worker.events("worker.stopping"):
+                case.late = db.add_many("work", [{}] * 2, queue=f"{kind}{times}")
+                if times == 2:
+                    case.worker.signal(signal.SIGTERM)
+                del deaf[kind, times]
+        assert time.monotonic() - signalled < 20, deaf
+        time.sleep(0.02)
     left, before, stood_still = list(cases.values()), time.monotonic(), 0.0
     while left:
         stood_still += max(0.0, time.monotonic() - before - 0.1)
@@ -103,8 +106,12 @@ def test_it_ends_below_the_grace(case: Told, matrix: tuple[Database, dict[tuple[
     assert it.worker.process.returncode == 0
     assert it.exit_after < GRACE + 1  # a second for a busy machine
     if times == 2:
-        unhurried = matrix[1]["deaf" if kind == "deaf" else "long", 1]
-        assert it.exit_after < unhurried.exit_after, "the second signal did not hurry it"
+        cases = matrix[1]
+        # Of those that end when they are told, one at least was not in the way of a busy machine.
+        hurried = [it] if kind == "deaf" else [cases["short", 2], cases["long", 2]]
+        unhurried = cases["deaf" if kind == "deaf" else "long", 1]
+        sooner = unhurried.exit_after - min(each.exit_after for each in hurried)
+        assert sooner > 0.5, "the second signal did not hurry it"
 
 
 def test_jobs_end_or_are_given_back_at_once_and_uncharged(case: Told) -> None:
