@@ -48,7 +48,8 @@ async def c11(lab: Lab) -> Verdict:
     async with asyncio.TaskGroup() as group:
         group.create_task(storm.rage(aim))
         playing = group.create_task(play(busy, houses))
-    verdict = await judge(lab, storm.ground)
+    # A worker that stood still past its lease, with the machine, leaves doubts.
+    verdict = await judge(lab, storm.ground, doubts=await storm.ground.value(LOST_MAILS))
     matrix = {"handlers' COMMIT": [storm.commits.before, storm.commits.after]}
     for theatre in (busy, *houses):
         verdict.problems += theatre.problems
@@ -75,6 +76,9 @@ async def connect_cheaply(ground: Ground) -> None:
     await ground.rows("SET scram_iterations = 1")
     await ground.rows(f"ALTER ROLE CURRENT_USER PASSWORD '{password}'")
     await ground.rows("RESET scram_iterations")
+
+
+LOST_MAILS = "SELECT count(*) FROM pgqueue.jobs WHERE type = 'mail' AND lost > 0"
 
 
 class Cuts:
