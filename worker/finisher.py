@@ -140,6 +140,11 @@ class Finisher:
     def ids(self) -> set[int]:
         return {entry[1].id for entries in (self.outcomes, self.writing, self.held) for entry in entries}
 
+    async def written(self, id: int) -> None:
+        """Until this job's outcome is written, or set aside."""
+        while any(job.id == id for _, job, _ in (*self.outcomes, *self.writing)):  # noqa: ASYNC110 - it is rare
+            await asyncio.sleep(0.01)
+
     def stop(self) -> None:
         """End when everything is written."""
         self._stop = True

@@ -367,6 +367,9 @@ class Runtime:
             job, lease_token, threads, handler, self.app.middlewares, self.executors, self.running, task
         )
         self.finisher.put(outcome, job, effect)
+        if job.suspect:
+            # The next suspect runs when this one is no longer to blame for the worker's death.
+            await self.finisher.written(job.id)
 
     async def _announce(self, job: Claimed, lease_token: str, threads: int) -> bool:
         """A job that was lost with two workers says that it runs: only it is charged if this worker dies, too."""

@@ -55,7 +55,7 @@ async def test_one_suspect_that_waits_for_another_is_given_back(monkeypatch: pyt
     runtime = Runtime(PgQueue("postgresql://nowhere"), "postgresql://nowhere", Settings(), threads=2)
     runtime._assemble()
     for id in (1, 2):
-        runtime.slots.offer([Claimed(id, "default", "t", "{}", 0, 1, 1, None, 5, 0, 1, None, 0.0, False)], "token")
+        runtime.slots.offer([Claimed(id, "default", "t", "{}", 0, 1, 1, None, 5, 0, 2, None, 0.0, False)], "token")
     assert runtime.slots.take() is not None
     assert runtime.claimer._wanted() == 0
     house = asyncio.create_task(runtime._keep_house())
@@ -64,6 +64,32 @@ async def test_one_suspect_that_waits_for_another_is_given_back(monkeypatch: pyt
     assert [outcome.id for outcome, _, _ in runtime.finisher.outcomes] == [2]
     house.cancel()
     await asyncio.wait([house])
+
+
+@on_18
+async def test_a_suspect_begins_when_the_last_one_is_written(
+    conn: psycopg.AsyncConnection, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then the last one would be charged, too, if this one killed the worker."""
+    app, seen = PgQueue(), []
+    write = Finisher._send
+
+    async def slowly(self: Finisher, *arguments: Any) -> None:
+        await asyncio.sleep(0.5)
+        await write(self, *arguments)
+
+    monkeypatch.setattr(Finisher, "_send", slowly)
+
+    @app.job("suspect")
+    async def suspect(ctx: Context) -> None:
+        seen.append(await value(conn, "SELECT count(*) FROM pgqueue.jobs_live WHERE threads_used IS NOT NULL"))
+
+    await add(conn, *[NewJob(type="suspect")] * 2)
+    await conn.execute("UPDATE pgqueue.jobs_live SET lost = 2")
+    async with worker_inside(app, dsn, threads=2), asyncio.timeout(20):
+        while await statuses(conn) != {"completed": 2}:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert seen == [1, 1]
 
 
 def test_a_worker_that_a_handler_ended_is_started_again() -> None:
