@@ -16,6 +16,8 @@ logger = logging.getLogger("pgqueue.supervisor")
 SETTLED = 10.0
 """One that ran for so many seconds is restarted at once; one that dies sooner waits, longer each time."""
 LONGEST_PAUSE = 30.0
+MARGIN = 5.0
+"""Seconds after the grace, for a worker that was told to stop, until it is killed."""
 NEVER = float("inf")
 ORDERLY = 83
 """The exit code of a worker that ended because it was told to. Not 0: any handler can end its process with that."""
@@ -31,7 +33,7 @@ class Member:
     restart_at: float = field(default=0.0)
 
 
-def supervise(commands: dict[str, list[str]]) -> int:
+def supervise(commands: dict[str, list[str]], grace: float) -> int:
     """Runs them until SIGTERM or SIGINT; answers with the exit code of this process."""
     members = [Member(name, command) for name, command in commands.items()]
     signals: list[int] = []
@@ -42,15 +44,22 @@ def supervise(commands: dict[str, list[str]]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, note)
     passed = 0
+    kill_at = NEVER
     while True:
         for member in members:
             if not signals:
                 _keep_running(member)
         while passed < len(signals):
             passed += 1
+            kill_at = min(kill_at, time.monotonic() + grace + MARGIN)
             for member in members:
                 if member.process is not None and member.process.poll() is None:
                     member.process.send_signal(signal.SIGTERM)
+        if time.monotonic() > kill_at:
+            # It has been told, and knows the grace: something keeps its interpreter.
+            for member in members:
+                if member.process is not None:
+                    member.process.kill()
         over = signals or all(member.restart_at == NEVER for member in members)
         if over and all(member.process is None or member.process.poll() is not None for member in members):
             codes = [member.process.returncode for member in members if member.process is not None]

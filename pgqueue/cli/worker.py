@@ -81,4 +81,4 @@ def _supervise(
     if directory:
         common += ["--dir", str(directory)]
     names = [f"{name or 'worker'}-{number}" for number in range(1, processes + 1)]
-    sys.exit(supervise({each: [*common, "--name", each] for each in names}))
+    sys.exit(supervise({each: [*common, "--name", each] for each in names}, settings.shutdown_grace))

@@ -175,6 +175,14 @@ def test_a_dead_child_is_started_again_and_none_outlives_the_supervisor(db: Data
     wait(lambda: not fleet.members(), "its workers have ended")
 
 
+def test_a_supervisor_does_not_wait_for_ever(db: Database, fleet: Fleet) -> None:
+    supervisor = fleet.start("w", processes=2, PGQUEUE_SHUTDOWN_GRACE="0.5")
+    os.kill(db.value("SELECT pid FROM pgqueue.workers WHERE name = 'w-1'"), signal.SIGSTOP)
+    supervisor.signal(signal.SIGTERM)
+    assert supervisor.wait() == signal.SIGKILL
+    assert not fleet.members()
+
+
 def test_no_process_outlives_its_worker(db: Database, fleet: Fleet) -> None:
     """Neither those that run handlers nor those that run chunks, whether the worker is killed or stopped."""
     killed, stopped = fleet.start_all(["killed", "stopped"], threads=2)
