@@ -153,6 +153,11 @@ async def block_the_loop(ctx: Context, path: str) -> None:
     await effect(ctx)
 
 
+@app.job
+async def block_for_ever(ctx: Context) -> None:
+    time.sleep(1000)  # noqa: ASYNC251
+
+
 @app.job(timeout=1)
 async def block_past_the_timeout(ctx: Context) -> None:
     time.sleep(1000)  # noqa: ASYNC251

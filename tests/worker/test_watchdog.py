@@ -41,11 +41,11 @@ def test_a_handler_that_blocks_the_loop_ends_at_its_timeout(db: Database, fleet:
 
 def test_a_worker_whose_loop_is_blocked_stops_within_its_grace(db: Database, fleet: Fleet) -> None:
     blocked = fleet.start("blocked", queues="blocked", threads=3)
-    id = db.add("block_the_loop", {"seconds": 1000}, queue="blocked")
+    id = db.add("block_for_ever", queue="blocked")
     wait(lambda: db.job(id)["status"] == "running", "it runs")
     waiting = db.add("work", queue="blocked")
     wait(lambda: blocked.events("loop.blocked"), "it is told of")
-    assert f"job {id} block_the_loop" in blocked.events("loop.blocked")[0]["message"]
+    assert f"job {id} block_for_ever" in blocked.events("loop.blocked")[0]["message"]
     assert blocked.stop() < GRACE + 2
     assert (db.job(id)["status"], db.job(id)["attempt"], db.job(id)["lost"]) == ("pending", 0, 0)
     assert db.job(waiting)["status"] == "pending"
@@ -54,7 +54,7 @@ def test_a_worker_whose_loop_is_blocked_stops_within_its_grace(db: Database, fle
 
 def test_a_second_signal_is_heard_at_once(db: Database, fleet: Fleet) -> None:
     blocked = fleet.start("blocked", queues="blocked", PGQUEUE_SHUTDOWN_GRACE="600")
-    id = db.add("block_the_loop", {"seconds": 1000}, queue="blocked")
+    id = db.add("block_for_ever", queue="blocked")
     wait(lambda: db.job(id)["status"] == "running", "it runs")
     blocked.signal(signal.SIGTERM)
     time.sleep(0.2)  # two signals that come at once are one
