@@ -199,7 +199,7 @@ def wanted(wire: Wire, begin: float, end: float) -> Counter[str]:
     return Counter(kind_of(name) for at, name in wire.opened if name and begin <= at < end)
 
 
-async def restart(ground: Ground, how: str, away: float) -> None:
+async def restart(ground: Ground, how: str, away: float = 0.0) -> None:
     if how == "kill -9 of a backend":
         pid = await ground.value(
             "SELECT pid FROM pg_stat_activity WHERE application_name LIKE 'pgqueue-%%' ORDER BY random() LIMIT 1"
