@@ -384,6 +384,28 @@ async def test_a_middleware_that_stops_waiting_leaves_a_doubt(arena: Arena) -> N
         assert (await first_ended(place))["reason"] == "in_doubt"
 
 
+async def test_a_middleware_that_stops_waiting_behind_a_shield_leaves_a_doubt(arena: Arena) -> None:
+    """The handler goes on, and has its effect when its middleware has failed already."""
+    calls = []
+    ended, effect = asyncio.Event(), asyncio.Event()
+
+    async def handler(ctx: Context, key: str) -> None:
+        await ended.wait()
+        calls.append(ctx.attempt)
+        effect.set()
+
+    async def impatient(ctx: Context, call_next: Callable[[], Awaitable[Any]]) -> Any:
+        return await asyncio.wait_for(asyncio.shield(call_next()), 0.2)
+
+    async with running(arena, handler) as (place, runtime, _):
+        runtime.app.middlewares.append(impatient)
+        job = await first_ended(place)
+        assert (job["status"], job["reason"], job["attempt"]) == ("failed", "in_doubt", 1)
+        ended.set()
+        await asyncio.wait_for(effect.wait(), 10)
+        assert calls == [1]
+
+
 async def test_cancelled_at_a_check_it_has_not_happened(arena: Arena) -> None:
     calls = []
     began, cancelled = threading.Event(), threading.Event()

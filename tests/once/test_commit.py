@@ -13,7 +13,7 @@ import psycopg
 import pytest
 from psycopg.rows import dict_row
 
-from pgqueue import Context, PgQueue, rescue
+from pgqueue import Context, PgQueue, control, rescue
 from pgqueue.errors import DatabaseUnavailable
 from pgqueue.outcome import JobAbandoned, JobCancelled, Retry
 from pgqueue.sql import SQL
@@ -786,7 +786,7 @@ async def test_a_handler_does_not_end_its_transaction(arena: Arena, end: str, sy
 
 @pytest.mark.parametrize("sync", [False, True], ids=["async", "thread"])
 @pytest.mark.parametrize("fails", [False, True], ids=["returns", "fails"])
-@pytest.mark.parametrize("end", ["COMMIT", "ROLLBACK"])
+@pytest.mark.parametrize("end", ["COMMIT", "ROLLBACK", "COMMIT AND CHAIN", "COMMIT; BEGIN"])
 async def test_one_that_does_so_by_sql_writes_once(arena: Arena, end: str, fails: bool, sync: bool) -> None:
     app = PgQueue()
 
@@ -811,7 +811,64 @@ async def test_one_that_does_so_by_sql_writes_once(arena: Arena, end: str, fails
             [job] = await place.ended(id)
         assert (job["status"], job["reason"], job["attempt"]) == ("failed", "gave_up", 1)
         assert "leave COMMIT and ROLLBACK to it" in job["error"]
-        assert await place.effects("in_transaction", "k") == (end == "COMMIT")
+        assert await place.effects("in_transaction", "k") == end.startswith("COMMIT")
+
+
+@pytest.mark.parametrize("once", [True, False], ids=["once_per", "plain"])
+@pytest.mark.parametrize("how", ["timeout", "cancel", "shutdown"])
+@pytest.mark.parametrize("end", ["COMMIT", "COMMIT AND CHAIN"])
+async def test_one_that_is_cut_off_after_it_did_so_writes_once(arena: Arena, end: str, how: str, once: bool) -> None:
+    app = PgQueue()
+    committed = asyncio.Event()
+    quick = Retry(max_attempts=3, base=0.01, jitter=0)
+
+    @app.job("t", retry=quick, once_per=["key"] if once else (), timeout=0.3 if how == "timeout" else None)
+    async def handler(ctx: Context, key: str) -> None:
+        async with ctx.transaction() as tx:
+            await tx.execute(SEE, [key, ctx.id, None])
+            await tx.execute(end.encode())
+            committed.set()
+            await asyncio.sleep(60)
+
+    async with arena.place() as place:
+        id = await place.add("t", {"key": "k"}, max_attempts=3)
+        async with worker_inside(app, place.dsn):
+            await asyncio.wait_for(committed.wait(), 20)
+            if how == "cancel":
+                await control.cancel_job(place.conn, id)
+            if how != "shutdown":
+                await place.ended(id)
+        job = await place.job(id)
+        reason = "in_doubt" if once else "cancelled" if how == "cancel" else "gave_up"
+        assert job["reason"] == reason
+        assert "leave COMMIT and ROLLBACK to it" in job["error"]
+        assert await place.effects("in_transaction", "k") == 1
+
+
+@pytest.mark.parametrize("sync", [False, True], ids=["async", "thread"])
+async def test_nor_does_another_job_write_what_it_may_have_written(arena: Arena, sync: bool) -> None:
+    app = PgQueue()
+
+    async def in_loop(ctx: Context, key: str) -> None:
+        async with ctx.transaction() as tx:
+            await tx.execute(SEE, [key, ctx.id, None])
+            await tx.execute("COMMIT")
+
+    def in_thread(ctx: Context, key: str) -> None:
+        with ctx.transaction_sync() as tx:
+            tx.execute(SEE, [key, ctx.id, None])
+            tx.execute("COMMIT")
+
+    app.job("t", retry=NO_RETRY, once_per=["key"], at_most_once=True)(in_thread if sync else in_loop)
+    async with arena.place() as place, worker_inside(app, place.dsn):
+        [job] = await place.ended(await place.add("t", {"key": "k"}, max_attempts=1))
+        assert (job["status"], job["reason"]) == ("failed", "in_doubt")
+        twin = await place.add("t", {"key": "k"}, max_attempts=1)
+        async with asyncio.timeout(20):
+            while (status := (await place.job(twin))["status"]) in ("pending", "running"):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert await place.effects("in_transaction", "k") == 1
+        assert status == "scheduled", "it is put off until somebody has decided"
 
 
 @pytest.mark.parametrize("sync", [False, True], ids=["async", "thread"])
