@@ -22,6 +22,7 @@ from pgqueue.job import Lease, NewJob, Status
 from pgqueue.outcome import Undecodable
 from pgqueue.worker.finisher import settle
 from tests.db.queue import MiniWorker, add, value
+from tests.once.inside import worker_inside
 
 KEYED = Effect("k", False, 3600)
 AT_MOST_ONCE = Effect("k", True, 3600)
@@ -516,6 +517,27 @@ async def test_one_that_is_in_use_is_passed_over(conn, dsn) -> None:
         assert await value(conn, "SELECT count(*) FROM pgqueue.effects") == 1
     await prune.prune(conn, 30)
     assert await value(conn, "SELECT count(*) FROM pgqueue.effects") == 0
+
+
+async def test_one_that_cannot_be_begun_is_told_of_and_put_off(conn, dsn, caplog: pytest.LogCaptureFixture) -> None:
+    app = PgQueue()
+
+    @app.job("mail", at_most_once=True)
+    async def mail() -> None: ...
+
+    await conn.execute("ALTER TABLE pgqueue.effects RENAME TO elsewhere")
+    [id] = await add(conn, NewJob(type="mail"))
+    async with worker_inside(app, dsn), asyncio.timeout(20):
+        while not await value(conn, "SELECT run_at > now() + interval '1 s' FROM pgqueue.jobs"):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        told = [record.getMessage() for record in caplog.records if getattr(record, "event", "") == "effect.refused"]
+        assert len(told) == 1
+        assert told[0].startswith(f"put off job {id} mail, whose effect cannot be begun: relation")
+        await conn.execute("ALTER TABLE pgqueue.elsewhere RENAME TO effects")
+        await control.retry_job(conn, id)
+        while await value(conn, "SELECT status <> 'completed' FROM pgqueue.jobs"):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert await value(conn, "SELECT attempt FROM pgqueue.jobs") == 1
 
 
 async def test_an_end_is_known_by_its_token(conn, two: Two) -> None:

@@ -162,6 +162,15 @@ def test_refused(app: PgQueue, fn: Any, why: str) -> None:
     assert app.types == {}
 
 
+@pytest.mark.parametrize("ttl", [0, 0.5, -1, float("inf"), float("nan"), timedelta(days=36_501)])
+def test_an_effect_is_remembered_for_a_second_to_a_hundred_years(app: PgQueue, ttl: float | timedelta) -> None:
+    with pytest.raises(ValueError, match="x: once_ttl must be between a second and a hundred years"):
+        app.job("x", at_most_once=True, once_ttl=ttl)(no_arguments)
+    assert app.types == {}
+    for fine in (1, timedelta(days=36_500)):
+        PgQueue().job("x", at_most_once=True, once_ttl=fine)(no_arguments)
+
+
 def test_one_handler_for_a_type(app: PgQueue) -> None:
     app.job("x")(no_arguments)
     with pytest.raises(ValueError, match=r"x has a handler already: <job type x: .*test_registration.no_arguments>"):
