@@ -10,13 +10,13 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgqueue import Context, PgQueue, control, finish, prune, workers
+from pgqueue import Context, PgQueue, control, finish, idempotency, prune, workers
 from pgqueue.claim import Claimed
 from pgqueue.finish import Completed
 from pgqueue.idempotency import Effect, begin_effect
 from pgqueue.job import Lease, NewJob
 from pgqueue.settings import Settings
-from pgqueue.worker import janitor
+from pgqueue.worker import host, janitor
 from pgqueue.worker.finisher import LOOK_EVERY, LOOK_SOON, Finisher, batch
 from pgqueue.worker.link import Link
 from pgqueue.worker.runtime import STALE_AFTER, Runtime
@@ -387,3 +387,116 @@ async def test_keys_do_not_pile_up(conn: psycopg.AsyncConnection, dsn: str, monk
     await conn.execute(f"INSERT INTO pgqueue.idempotency_keys (key, job_id, fingerprint, expires_at) {expired}")
     async with worker_inside(PgQueue(), dsn):
         await until_it_is(conn, "NOT EXISTS (SELECT FROM pgqueue.idempotency_keys)")
+
+
+@on_18
+@pytest.mark.parametrize("when", ["idle", "before an effect"])
+async def test_a_runner_that_something_cancels_goes_on(
+    conn: psycopg.AsyncConnection, dsn: str, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Handlers know its task, and what they leave behind may cancel it at any time."""
+    app = PgQueue()
+    runners: list[asyncio.Task[Any]] = []
+
+    @app.job("leaves")
+    async def leaves(ctx: Context) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        runners.append(task)
+
+    @app.job("mail", at_most_once=True)
+    async def mail(ctx: Context) -> None: ...
+
+    async def disturbed(*args: Any) -> Any:
+        if when == "before an effect" and runners:
+            runners.pop().cancel()
+            await asyncio.sleep(0)
+        return await begin_effect(*args)
+
+    monkeypatch.setattr(idempotency, "begin_effect", disturbed)
+    async with worker_inside(app, dsn, threads=1) as runtime:
+        await add(conn, NewJob(type="leaves"))
+        await until(lambda: runtime.finisher.completed == 1)
+        if when == "idle":
+            runners.pop().cancel()
+        await add(conn, NewJob(type="mail"))
+        await until(lambda: runtime.finisher.completed == 2)
+        assert not runners
+    assert await value(conn, "SELECT array_agg(DISTINCT attempt) FROM pgqueue.jobs") == [1]
+
+
+HELD = 5
+"""One more than the connections that handlers share."""
+
+
+@on_18
+@pytest.mark.parametrize("what", ["progress", "step", "job", "effect"])
+async def test_jobs_whose_rows_somebody_holds_leave_the_others_their_connections(
+    conn: psycopg.AsyncConnection, dsn: str, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """A cancellation without its COMMIT, while they report progress, keep a step, add a job or begin an effect."""
+    monkeypatch.setattr(host, "PROGRESS_EVERY", 0.2)
+    app = PgQueue()
+    go, over = asyncio.Event(), asyncio.Event()
+    asked: list[object] = []
+    progress = finish.progress
+
+    async def counted(*args: Any) -> Any:
+        asked.append(args)
+        return await progress(*args)
+
+    async def held_now(conn: Any, lease: Lease, effect: Effect) -> Any:
+        if what == "effect" and len(asked) < HELD:
+            await operator.execute("SELECT pgqueue.cancel_job(%s)", [lease.id])
+            asked.append(lease)
+        return await begin_effect(conn, lease, effect)
+
+    monkeypatch.setattr(finish, "progress", counted)
+    monkeypatch.setattr(idempotency, "begin_effect", held_now)
+
+    @app.job("child")
+    async def child(ctx: Context) -> None: ...
+
+    @app.job("held", at_most_once=what == "effect")
+    async def held(ctx: Context) -> None:
+        if what == "effect":
+            return
+        await go.wait()
+        if what == "step":
+            await ctx.step("one", lambda: asked.append(ctx.id))
+        if what == "job":
+            asked.append(ctx.id)
+            await ctx.enqueue(child.bind())
+        while what == "progress" and not over.is_set():
+            ctx.progress(len(asked))
+            await asyncio.sleep(0.01)
+
+    @app.job("steps")
+    async def steps(ctx: Context) -> int:
+        return await ctx.step("one", lambda: 1)
+
+    @app.job("parent")
+    async def parent(ctx: Context) -> None:
+        await ctx.enqueue(child.bind())
+
+    @app.job("mail", at_most_once=True)
+    async def mail(ctx: Context) -> None: ...
+
+    async with (
+        worker_inside(app, dsn, threads=2 * HELD, rescue_interval=5.0) as runtime,
+        await psycopg.AsyncConnection.connect(dsn) as operator,
+    ):
+        ids = await add(conn, *[NewJob(type="held")] * (1 if what == "progress" else HELD))
+        if what != "effect":
+            await until(lambda: set(ids) == runtime.running.keys())
+            await operator.execute("SELECT pgqueue.cancel_job(id) FROM unnest(%s::bigint[]) id", [ids])
+        go.set()
+        await until(lambda: len(asked) >= HELD)
+        await add(conn, *[NewJob(type=type) for type in ("steps", "parent", "mail")])
+        others = "FROM pgqueue.jobs WHERE type IN ('steps', 'parent', 'mail')"
+        await until_it_is(conn, f"count(*) = 3 AND bool_and(status = 'completed') {others}")
+        assert await value(conn, "SELECT count(*) FROM pgqueue.attempts") == 0
+        over.set()
+        await operator.rollback()
+        await until_it_is(conn, "NOT EXISTS (SELECT FROM pgqueue.jobs_live)")
+        assert (await statuses(conn)).keys() == {"completed"}
