@@ -4,10 +4,12 @@ What they did is in the table `effects`, which has no unique constraint: a job t
 """
 
 import asyncio
+import ctypes
 import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -64,7 +66,7 @@ async def traced_inside(ctx: Context, call_next: Callable[[], Awaitable[Any]]) -
 
 @app.middleware
 async def meddling(ctx: Context, call_next: Callable[[], Awaitable[Any]]) -> Any:
-    async with asyncio.timeout(0.3 if ctx.type == "impatient" else None):
+    async with asyncio.timeout(0.3 if ctx.type.startswith("impatient") else None):
         result = await call_next()
     if ctx.type == "followed":
         await effect(ctx, "followed")
@@ -138,6 +140,54 @@ def impatient(ctx: Context) -> str:
     """A middleware does not wait for it."""
     time.sleep(2)
     return "too late"
+
+
+end_of_threads = threading.Event()
+
+
+@app.job(retry=Retry(1))
+def impatient_in_thread(ctx: Context) -> None:
+    end_of_threads.wait(60)
+
+
+@app.job
+async def end_threads(ctx: Context) -> None:
+    """Those that nobody waits for any more."""
+    end_of_threads.set()
+
+
+turn, spoken = threading.Event(), threading.Event()
+answers: list[str] = []
+
+
+@app.job(executor="process", retry=Retry(1))
+def leave_a_thread(ctx: Context) -> int:
+    """It speaks when the next job of the same process runs."""
+
+    def speak() -> None:
+        turn.wait(60)
+        for ask in (lambda: ctx.step_sync("pay", lambda: "not mine"), lambda: ctx.enqueue_sync(child.bind(of=ctx.id))):
+            try:
+                ask()
+                answers.append("granted")
+            except Exception as error:
+                answers.append(type(error).__name__)
+        spoken.set()
+
+    threading.Thread(target=speak, daemon=True).start()
+    return os.getpid()
+
+
+@app.job(executor="process", retry=Retry(1))
+def follow_a_thread(ctx: Context) -> list[Any]:
+    turn.set()
+    spoken.wait(10)
+    return [os.getpid(), *answers, ctx.step_sync("pay", lambda: "mine")]
+
+
+@app.job(executor="process", retry=Retry(1))
+def measure(ctx: Context, text: str) -> int:
+    return len(text)
 
 
 @app.job(executor="process")
@@ -269,6 +319,26 @@ async def cancel_quietly(ctx: Context) -> int:
     return before
 
 
+@app.job
+async def cancel_later(ctx: Context) -> None:
+    """When its task has no job, or another one."""
+
+    def cancel(task: asyncio.Task[Any]) -> None:
+        task.cancel()
+        ctx.log("cancelled")
+
+    asyncio.get_running_loop().call_later(0.3, cancel, this_task())
+
+
+@app.job
+async def end_a_part(ctx: Context) -> None:
+    """Of its worker, for good."""
+    if await starts(ctx) == 1:
+        for task in asyncio.all_tasks():
+            if task.get_name() == "housekeeping":
+                task.cancel()
+
+
 def this_task() -> asyncio.Task[Any]:
     task = asyncio.current_task()
     assert task is not None
@@ -371,6 +441,13 @@ def abort_in_process(ctx: Context) -> None:
 @app.job(executor="process", retry=fast)
 def exit_in_process(ctx: Context) -> None:
     os._exit(0)
+
+
+@app.job(executor="process")
+def keep_the_interpreter(ctx: Context) -> None:
+    """No other thread of its process runs meanwhile."""
+    effect_sync(ctx, "started")
+    ctypes.PyDLL(None).sleep(60)
 
 
 def nap_in_fork(ready: Any) -> None:
@@ -681,6 +758,12 @@ async def sum_a_million(ctx: Context) -> int:
 
 
 @app.job
+async def chunks_of_two_lambdas(ctx: Context) -> list[list[int]]:
+    total = await ctx.map_chunks(lambda numbers: sum(numbers), [1, 2, 3], executor="thread")
+    return [total, await ctx.map_chunks(lambda numbers: max(numbers), [1, 2, 3], executor="thread")]
+
+
+@app.job
 async def chunks_that_meet(ctx: Context) -> list[int]:
     return await ctx.map_chunks(meet, range(8))
 
@@ -733,6 +816,21 @@ async def hanging_chunks(ctx: Context) -> list[int]:
 @app.job
 def hanging_chunks_of_a_thread(ctx: Context) -> list[int]:
     return ctx.map_chunks_sync(hang, range(2))
+
+
+@app.job(executor="process")
+def hanging_chunks_of_a_process(ctx: Context) -> list[int]:
+    return ctx.map_chunks_sync(hang, range(2))
+
+
+def hang_in_thread(numbers: Sequence[int]) -> int:
+    end_of_threads.wait(60)
+    return 0
+
+
+@app.job(timeout=0.3)
+async def hanging_chunks_in_threads(ctx: Context) -> list[int]:
+    return await ctx.map_chunks(hang_in_thread, range(8), executor="thread")
 
 
 @app.job(retry=Retry(1))

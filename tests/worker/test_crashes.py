@@ -196,6 +196,29 @@ def test_no_process_outlives_its_worker(db: Database, fleet: Fleet) -> None:
     wait(lambda: not fleet.members(), "nothing is left")
 
 
+def test_nor_does_one_that_keeps_the_interpreter(db: Database, fleet: Fleet) -> None:
+    """None of its threads hears of the worker's end."""
+    worker = fleet.start(threads=1)
+    pid = db.wait_for_effect(db.add("keep_the_interpreter"), "started")["pid"]
+    assert pid in fleet.members()
+    worker.kill()
+    wait(lambda: not fleet.members(), "nothing is left", 5)
+
+
+def test_a_worker_that_lost_a_part_of_itself_is_started_again(db: Database, fleet: Fleet) -> None:
+    supervisor = fleet.start("w", processes=2)
+    id = db.add("end_a_part")
+    died = wait(lambda: supervisor.events("worker.died"), "one has ended, and not as it should")
+    assert [event["message"] for event in supervisor.events("worker.broken")] == [
+        "housekeeping ended unexpectedly; the worker stops"
+    ]
+    old = {each["id"] for each in db.rows("SELECT id FROM pgqueue.workers WHERE stopped_at IS NOT NULL")}
+    assert len(old) == len(died) == 1
+    wait(lambda: db.value("SELECT count(*) FROM pgqueue.workers") == 3, "there is a new one")
+    wait(lambda: db.is_idle("w-1") and db.is_idle("w-2"), "both are back")
+    db.wait_for(id, "completed")
+
+
 def test_random_kills_leave_every_job_accounted_for(db: Database, fleet: Fleet) -> None:
     fleet.start("w", processes=3, threads=4)
     types = ["work"] * 6 + ["fail_fast", "fail_once", "snooze", "parent"]

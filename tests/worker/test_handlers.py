@@ -5,6 +5,7 @@ pauses between attempts, is begun with them and looked at in the end.
 """
 
 import asyncio
+import os
 import re
 import signal
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 from aiosmtpd.controller import Controller
+from psycopg.types.json import Jsonb
 
 from pgqueue.embedded import PostgresServer
 from tests.worker.processes import Database, Fleet, WorkerProcess, database_on, wait
@@ -209,6 +211,15 @@ def test_a_handler_does_not_end_its_worker(db: Database, sample: WorkerProcess, 
     assert sample.process.poll() is None
 
 
+def test_nor_does_what_a_handler_left_behind(db: Database, sample: WorkerProcess) -> None:
+    """It cancels the task of a runner that has no job now."""
+    id = db.add("cancel_later")
+    db.wait_for(id, "completed")
+    wait(lambda: [line for line in sample.events() if line.get("job") == id and line["message"] == "cancelled"])
+    db.wait_for_all(db.add_many("nap", [{}] * 16), "completed")
+    assert not sample.events("worker.broken")
+
+
 def test_a_handler_that_cancels_itself_leaves_no_trace(db: Database) -> None:
     """Its task runs the next job, too."""
     for _ in range(2):
@@ -297,13 +308,45 @@ def test_a_process_that_nobody_waits_for_any_more_gets_no_other_job(db: Database
         assert db.wait_for(id, "completed")["result"] == id
 
 
+def test_threads_that_nobody_waits_for_any_more_keep_no_job_from_running(db: Database) -> None:
+    """As many as the worker has, of handlers and of chunks."""
+    try:
+        db.wait_for_all(db.add_many("impatient_in_thread", [{}] * 8, max_attempts=1), "failed")
+        db.wait_for(db.add("hanging_chunks_in_threads", thread_demand=8, max_attempts=1), "failed")
+        ids = [*db.add_many("nap_in_thread", [{}] * 8), db.add("sum_a_million", thread_demand=8)]
+        db.wait_for_all(ids, "completed")
+        assert {db.job(id)["attempt"] for id in ids} == {1}
+    finally:
+        db.wait_for(db.add("end_threads"), "completed")
+
+
+def test_a_thread_that_outlives_its_job_speaks_for_no_other(db: Database) -> None:
+    first = db.add("leave_a_thread")
+    pid = db.wait_for(first, "completed")["result"]
+    assert db.wait_for(db.add("follow_a_thread"), "completed")["result"] == [pid, "LeaseLost", "LeaseLost", "mine"]
+    assert not db.values("SELECT id FROM pgqueue.jobs WHERE payload = %s", Jsonb({"of": first}))
+
+
+def test_a_process_that_does_not_read_keeps_only_its_own_job(db: Database) -> None:
+    """It stands still, its job does not fit into the pipe, and somebody cancels that."""
+    pid = db.wait_for(db.add("nap_in_process"), "completed")["result"]
+    os.kill(pid, signal.SIGSTOP)
+    id = db.add("measure", {"text": "x" * 1_000_000})
+    wait(lambda: db.job(id)["status"] == "running", "it has been claimed")
+    db.wait_for(db.add("nap"), "completed")
+    db.cancel(id)
+    db.wait_for(id, "cancelled")
+    db.wait_for(db.add("nap"), "completed")
+    assert not Path(f"/proc/{pid}").exists()
+
+
 def test_chunks_that_die_fail_their_job_and_no_other(db: Database) -> None:
     id = db.add("dying_chunks", max_attempts=1, thread_demand=2)
     assert "died" in db.wait_for(id, "failed")["error"]
     assert db.wait_for(db.add("chunks_in_processes", thread_demand=2), "completed")["result"] == 28
 
 
-@pytest.mark.parametrize("type", ["hanging_chunks", "hanging_chunks_of_a_thread"])
+@pytest.mark.parametrize("type", ["hanging_chunks", "hanging_chunks_of_a_thread", "hanging_chunks_of_a_process"])
 def test_chunks_end_with_their_job(db: Database, type: str) -> None:
     db.run("DELETE FROM effects WHERE note = 'a chunk hangs'")
     id = db.add(type, thread_demand=2)
@@ -312,6 +355,13 @@ def test_chunks_end_with_their_job(db: Database, type: str) -> None:
     db.cancel(id)
     db.wait_for(id, "cancelled")
     wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in db.values(hanging)), "their processes are gone")
+
+
+def test_a_process_that_waits_for_chunks_times_out(db: Database) -> None:
+    """The worker's thread that waits for them in its stead ends with it, and its slots are free."""
+    id = db.add("hanging_chunks_of_a_process", thread_demand=8, max_attempts=1, timeout="2 s")
+    assert db.wait_for(id, "failed")["error_type"] == "JobTimeout"
+    db.wait_for(db.add("hold", {"seconds": 0}, thread_demand=8), "completed")
 
 
 # What a handler may say
@@ -478,8 +528,8 @@ def test_a_process_that_does_not_listen_is_killed_soon_after_it_was_cancelled(db
     wait(lambda: not Path(f"/proc/{pid}").exists(), "its process is gone", 10)
 
 
-def test_cancelling_one_job_does_not_harm_the_next_in_the_same_process(db: Database) -> None:
-    """The process is used again at once, and the order to end it must not reach its next job."""
+def test_cancelling_one_job_does_not_harm_the_next_in_a_process(db: Database) -> None:
+    """The order to end its process must not reach the next job."""
     id = db.add("wait_in_process")
     db.wait_for_effect(id, "started")
     db.cancel(id)
