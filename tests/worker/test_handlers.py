@@ -451,6 +451,11 @@ def test_chunks_run_at_the_same_time_on_the_slots_of_the_job(db: Database) -> No
     assert db.value("SELECT count(*) FROM pgqueue.steps WHERE job_id = %s", id) == 4
 
 
+def test_two_lambdas_are_two_functions(db: Database) -> None:
+    """Though they have one name."""
+    assert db.wait_for(db.add("chunks_of_two_lambdas"), "completed")["result"] == [[6], [3]]
+
+
 def test_a_million_numbers_in_four_chunks(db: Database) -> None:
     id = db.add("sum_a_million", thread_demand=4)
     assert db.wait_for(id, "completed")["result"] == 499_999_500_000
