@@ -111,24 +111,22 @@ class Watchdog:
             one.interrupted = True
             raise why
 
-    def _tell(self, level: int, event: str, one: Attempt | None, what: str) -> None:
+    def _tell(self, level: int, event: str, one: Attempt | None, what: str) -> threading.Thread:
+        """In a thread: the loop may stand still because nobody reads what is logged."""
         who = f"job {one.job.id} {one.job.type}" if one is not None else "a task of some handler"
         text = f"the event loop {what}: {who} does not give it back, in {self._where()}"
         text += "; what blocks belongs into `await asyncio.to_thread(…)` or a handler that is not async"
-        say(logger, level, event, text, job=one.job.id if one is not None else None)
+        fields = {"job": one.job.id if one is not None else None}
+        words = threading.Thread(target=say, args=(logger, level, event, text), kwargs=fields, daemon=True)
+        words.start()
+        return words
 
     def _where(self) -> str:
         places = traceback.extract_stack(sys._current_frames()[self._loop_thread])[-3:]
         return ", called by ".join(f"{place.name} ({place.filename}:{place.lineno})" for place in reversed(places))
 
     def _end(self, one: Attempt | None) -> None:
-        # In a thread: the loop may stand still because nobody reads what is logged.
-        what = "stands still, and this worker ends"
-        last_words = threading.Thread(
-            target=self._tell, args=(logging.CRITICAL, "worker.stuck", one, what), daemon=True
-        )
-        last_words.start()
-        last_words.join(1)
+        self._tell(logging.CRITICAL, "worker.stuck", one, "stands still, and this worker ends").join(1)
         os._exit(1)
 
 
