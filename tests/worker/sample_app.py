@@ -209,6 +209,12 @@ async def block_for_ever(ctx: Context) -> None:
 
 
 @app.job(timeout=1)
+async def flood_the_log(ctx: Context) -> None:
+    while True:
+        ctx.log("x" * 2000)
+
+
+@app.job(timeout=1)
 async def block_past_the_timeout(ctx: Context) -> None:
     time.sleep(1000)  # noqa: ASYNC251
 

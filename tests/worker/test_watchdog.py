@@ -1,6 +1,7 @@
 """Handlers that do not give the event loop back: timeouts and signals are kept all the same, at worst by the worker's
 end. The cases happen at the same time, each on a worker of its own."""
 
+import os
 import signal
 import time
 
@@ -61,3 +62,19 @@ def test_a_second_signal_is_heard_at_once(db: Database, fleet: Fleet) -> None:
     blocked.signal(signal.SIGTERM)
     assert blocked.wait() == 0
     assert (db.job(id)["status"], db.job(id)["lost"]) == ("pending", 0)
+
+
+def test_a_worker_whose_log_nobody_reads_stops_all_the_same(db: Database, fleet: Fleet) -> None:
+    log = fleet.directory / "w.log"
+    os.mkfifo(log)
+    reader = os.open(log, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        worker = fleet.start("w", ready=False)
+        # Its handler ends at its timeout; then the worker itself has something to log.
+        db.wait_for(db.add("flood_the_log", max_attempts=1), "failed")
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 1
+    finally:
+        os.close(reader)
+        log.unlink()
+        log.touch()
