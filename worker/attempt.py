@@ -125,7 +125,14 @@ async def run(
         if handler.once_per:
             # Whoever takes a key from one of these jobs must know the others by it, too.
             ctx.idempotency_key = effect.key
-        if (outcome := await executors.once.begin(job, lease_token, threads, effect)) is not None:
+        try:
+            outcome = await executors.once.begin(job, lease_token, threads, effect)
+        except asyncio.CancelledError:
+            if executors.ending:
+                raise
+            await forget_cancellation(task)  # by something that an earlier job left behind
+            outcome = Lease(job.id, lease_token)
+        if outcome is not None:
             # Given back, because the answer was lost: should the effect have been begun, it did not happen.
             return outcome, effect if type(outcome) is Lease else None
     attempt = running[job.id] = Attempt(job, ctx, task)

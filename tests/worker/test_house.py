@@ -390,7 +390,7 @@ async def test_keys_do_not_pile_up(conn: psycopg.AsyncConnection, dsn: str, monk
 
 
 @on_18
-@pytest.mark.parametrize("when", ["idle", "before an effect"])
+@pytest.mark.parametrize("when", ["idle", "before an effect", "when it is begun"])
 async def test_a_runner_that_something_cancels_goes_on(
     conn: psycopg.AsyncConnection, dsn: str, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
@@ -411,7 +411,11 @@ async def test_a_runner_that_something_cancels_goes_on(
         if when == "before an effect" and runners:
             runners.pop().cancel()
             await asyncio.sleep(0)
-        return await begin_effect(*args)
+        begun = await begin_effect(*args)
+        if when == "when it is begun" and runners:
+            runners.pop().cancel()
+            await asyncio.sleep(0)
+        return begun
 
     monkeypatch.setattr(idempotency, "begin_effect", disturbed)
     async with worker_inside(app, dsn, threads=1) as runtime:
