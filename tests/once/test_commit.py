@@ -822,7 +822,7 @@ async def test_one_that_is_cut_off_after_it_did_so_writes_once(arena: Arena, end
     committed = asyncio.Event()
     quick = Retry(max_attempts=3, base=0.01, jitter=0)
 
-    @app.job("t", retry=quick, once_per=["key"] if once else (), timeout=0.3 if how == "timeout" else None)
+    @app.job("t", retry=quick, once_per=["key"] if once else (), timeout=2 if how == "timeout" else None)
     async def handler(ctx: Context, key: str) -> None:
         async with ctx.transaction() as tx:
             await tx.execute(SEE, [key, ctx.id, None])
